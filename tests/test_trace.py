@@ -1,0 +1,148 @@
+"The trace against the real scheduler: random arrivals, aborts, failed steps, tiny rings, hostile files"
+import json, random
+import pytest
+from cbatch.core import EngineConfig, OutOfBlocks, Request, SamplingParams, StepOutput
+from cbatch.kv_blocks import BlockManager
+from cbatch.policies import get_policy
+from cbatch.scheduler import Scheduler
+from cbatch.trace import Trace
+
+class Crowd:
+    "A scheduler, a trace and a virtual clock; `step` does what the engine does, with any token for an answer"
+    def __init__(self, policy='vllm', max_num_seqs=4, num_blocks=24, block_size=4, budget=16, **kw):
+        cfg = EngineConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, num_blocks=num_blocks)
+        self.cfg, self.now, self.added = cfg, 0., 0
+        self.sched = Scheduler(cfg, BlockManager(num_blocks, block_size), get_policy(policy))
+        self.trace = Trace(max_num_seqs, budget, block_size, num_blocks, policy, **kw)
+        self.live, self.on_step = {}, lambda plan, out: None
+
+    def add(self, prompt_len, num_output, rid=None, arrival=None):
+        rid = rid or f'r{self.added}'
+        r = Request(rid, [1] * prompt_len, SamplingParams(), num_output, arrival=self.now if arrival is None else arrival, seq=self.added)
+        self.added += 1
+        self.sched.add(r); self.trace.arrived(r); self.live[rid] = r
+
+    def abort(self, rid):
+        r = self.live.pop(rid)
+        self.sched.abort(r, self.now); self.trace.aborted(r)
+
+    def step(self, fail=False, abort_inside=None):
+        plan = self.sched.schedule(self.now)
+        if not plan: self.now += .01; return None
+        self.trace.planned(plan, len(self.sched.waiting))
+        if fail: self.trace.cancel(); return None
+        out = StepOutput({s.request.request_id: 7 for s in plan.scheduled if s.samples})
+        self.on_step(plan, out)
+        if abort_inside: self.abort(abort_inside)
+        end = self.now + 1
+        done = self.sched.update(plan, out, end)
+        for r in done: del self.live[r.request_id]
+        rec = self.trace.executed(out, done, self.now, end, self.sched.blocks.num_free_blocks)
+        self.now = end
+        return rec
+
+    def truth(self):
+        s = self.sched
+        return dict(running=[r.request_id for r in s.running], waiting=[r.request_id for r in sorted(s.waiting, key=lambda r: r.age)],
+                    blocks={r.request_id: list(r.block_table) for r in s.running}, computed={r.request_id: r.num_computed_tokens for r in s.running},
+                    free=s.blocks.num_free_blocks)
+
+def seen(state):
+    return dict(running=state.running, waiting=state.waiting, blocks=state.blocks, computed=state.computed, free=state.num_free_blocks)
+
+def act(rng, c, reuse=True):
+    "Some arrivals and aborts between two steps, sometimes of the same id"
+    while rng.random() < .45 and len(c.live) < 12:
+        ids = [i for i in ('same', 'other') if i not in c.live]
+        c.add(rng.randint(1, 30), rng.randint(1, 20), rid=rng.choice(ids) if reuse and ids and rng.random() < .2 else None, arrival=c.now - rng.random())
+    while rng.random() < .12 and c.live: c.abort(rng.choice(list(c.live)))
+
+@pytest.mark.parametrize('policy', ['vllm', 'static', 'dynamic'])
+@pytest.mark.parametrize('seed', range(12))
+def test_states_are_the_schedulers(policy, seed):
+    rng = random.Random(seed)
+    c = Crowd(policy, max_num_seqs=rng.randint(1, 6), num_blocks=rng.randint(14, 40), budget=rng.choice([8, 13, 64]), maxlen=rng.choice([7, 50]), keyframe_every=rng.choice([1, 5, 16]))
+    then = {}
+    for _ in range(150):
+        act(rng, c)
+        assert seen(c.trace.state()) == c.truth()   # with whoever came or left since the last step
+        inside = rng.choice(list(c.live)) if c.live and rng.random() < .05 else None
+        rec = c.step(fail=rng.random() < .05, abort_inside=inside)
+        assert seen(c.trace.state()) == c.truth()
+        if rec: then[rec.step] = c.truth(); assert rec.num_free_blocks == c.trace.live.num_free_blocks
+        c.trace.live.check(c.cfg.max_num_seqs)
+    assert len(c.trace) == min(c.trace.maxlen, len(c.trace.records))
+    for step in {r.step for r in c.trace.records} & set(then): assert seen(c.trace.state(step)) == then[step]
+    for rid in list(c.live): c.abort(rid)
+    assert not c.trace.state().requests
+
+def test_slots_are_the_lowest_free_and_stay(seed=3):
+    rng, c, seat = random.Random(seed), Crowd(max_num_seqs=5, num_blocks=60), {}
+    for _ in range(120):
+        act(rng, c, reuse=False)
+        if rec := c.step():
+            now = c.trace.state(rec.step, after=False).slots
+            for r in now:
+                if r in rec.admitted: seat[r] = now[r]
+                assert now[r] == seat[r]
+            if rec.admitted: assert max(now.values()) < len(now) + sum(s not in now.values() for s in range(max(now.values())))
+
+def test_nothing_grows_with_the_number_served():
+    c = Crowd(maxlen=20, keyframe_every=8)
+    for _ in range(400):
+        c.add(3, 2); c.step(); c.step()
+    while c.live: c.step()
+    c.step()
+    t = c.trace
+    assert len(t) == 20 and sum(len(rs) for _,rs in t.segments) < 36
+    assert not (t.live.requests or t.live.slots or t.live.blocks or t.came or t.left) and t.live.num_finished == 400
+
+def test_id_comes_back_between_two_steps():
+    c = Crowd()
+    c.add(5, 5, 'x'); c.step()
+    c.abort('x'); c.add(3, 4, 'x'); c.abort('x'); c.add(2, 3, 'x')
+    assert seen(c.trace.state()) == c.truth()
+    rec = c.step()
+    assert [r for r,_ in rec.finished] == ['x', 'x'] and c.trace.state().computed == {'x': 2}
+    assert c.trace.state().num_finished == 2
+
+def test_why_survives_a_ring_without_the_arrival():
+    c = Crowd(maxlen=3, keyframe_every=3)
+    c.add(2, 12, 'a')
+    for _ in range(8): c.step()
+    assert c.trace.why('a') == ['steps 5-7: decode'] and c.trace.why('nobody') == []
+
+@pytest.fixture
+def saved(tmp_path):
+    rng, c = random.Random(5), Crowd(num_blocks=14, maxlen=25, keyframe_every=10)
+    for _ in range(60): act(rng, c); c.step()
+    c.trace.to_jsonl(tmp_path/'t.jsonl')
+    return c.trace, tmp_path/'t.jsonl'
+
+def test_a_file_replays_to_the_same_states(saved):
+    trace, path = saved
+    again = Trace.load(path)
+    assert again.records == trace.records and again.facts == trace.facts
+    for r in trace: assert again.state(r.step) == trace.state(r.step)
+
+def test_bad_files_name_the_line(saved):
+    "Every field of a header and of a record, replaced by every kind of nonsense: a ValueError or a trace, never anything else"
+    _, path = saved
+    lines = path.read_text().splitlines()
+    def load(header, rec):
+        path.write_text('\n'.join([header, rec] + lines[2:]))
+        return Trace.load(path)
+    refused = 0
+    for n in (0, 1):
+        for key in json.loads(lines[n]):
+            for bad in (None, True, -1, 1.5, 'x', [], [[]], [['r0']], {}, {'r0': 0}, {'ghost': [1]}, 10**30, '\ud800'):
+                two = [json.loads(line) for line in lines[:2]]
+                two[n][key] = bad
+                try: load(*map(json.dumps, two))
+                except ValueError as e: refused += 1; assert str(path) in str(e) and 'line' in str(e)
+    assert refused > 200
+    for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0], lines[0].replace('"cbatch_trace": 1', '"cbatch_trace": 2')):
+        path.write_text(text)
+        with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
+    path.write_bytes(b'\xff\xfe{}')
+    with pytest.raises(ValueError): Trace.load(path)

@@ -1,0 +1,97 @@
+"""Check everything, in order, and stop at the first thing that is wrong: python tools/check.py [--all] [STEP ...]
+
+Steps: export clean notebooks tests docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
+import hashlib, os, shutil, subprocess, sys, tempfile, time, venv
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+WORKERS = min(2, CORES)
+ALL = '--all' in sys.argv
+
+def sh(*cmd, cwd=ROOT, **env):
+    "Run a command in sight of everybody; end here if it fails"
+    env = {**os.environ, 'TRITON_INTERPRET': '1', 'HF_HUB_OFFLINE': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1', **env}
+    rc = subprocess.run([str(c) for c in cmd], cwd=cwd, env=env, stdin=subprocess.DEVNULL).returncode
+    if rc: sys.exit(f"FAILED ({rc}): {' '.join(map(str, cmd)).partition(chr(10))[0]}")
+
+@contextmanager
+def unchanged(patterns, cure):
+    "The files that match `patterns` are the same bytes afterwards"
+    digest = lambda: {p.relative_to(ROOT): hashlib.sha256(p.read_bytes()).digest() for pat in patterns for p in ROOT.glob(pat) if '.ipynb_checkpoints' not in p.parts}
+    before = digest()
+    yield
+    after = digest()
+    changed = [str(p) for p in sorted({*before, *after}) if before.get(p) != after.get(p)]
+    if changed: sys.exit(f"FAILED: changed: {', '.join(changed)}\n{cure}")
+
+NBS = ['index.ipynb', 'nbs/*.ipynb', 'kernels/*.ipynb']
+
+def export():
+    "nbdev_export leaves no diff"
+    with unchanged(['cbatch/**/*.py'], 'The modules were not what the notebooks say; they are now.'): sh(BIN/'nbdev_export')
+
+def clean():
+    "nbdev_clean leaves no diff"
+    with unchanged(NBS, 'The notebooks held what git should not see; they are clean now.'): sh(BIN/'nbdev_clean')
+
+def notebooks():
+    "nbdev_test"
+    slow = ['--flags', 'slow'] if ALL else []
+    sh(BIN/'nbdev_test', '--n_workers', WORKERS, '--timing', *slow, OMP_NUM_THREADS=str(max(1, CORES // WORKERS)))
+
+def tests():
+    "pytest"
+    sh(sys.executable, '-m', 'pytest', '-q', '--durations=5', *(['-m', ''] if ALL else []), 'tests')
+
+def outputs():
+    "a re-run of every notebook stores what is stored"
+    with unchanged(NBS, 'Outputs differ from the stored ones.'): sh(sys.executable, 'tools/run_nbs.py')
+
+def docs():
+    "the site, its links, and README.md"
+    if sys.version_info < (3, 11): return print('skipped: smalldocs needs Python 3.11')
+    with unchanged(['README.md'], 'README.md was not what index.ipynb says; it is now.'): sh(sys.executable, 'tools/docs.py')
+
+def build():
+    "python -m build"
+    shutil.rmtree(ROOT/'dist', ignore_errors=True)
+    sh(sys.executable, '-m', 'build', '--quiet', '--no-isolation', '--outdir', 'dist', '.')
+
+TRY = '''
+import fastcore, cbatch, sys
+from importlib.metadata import files
+assert fastcore.__version__.split('.')[0] == '2', fastcore.__version__
+assert cbatch.__file__.startswith(sys.prefix), cbatch.__file__
+assert {f.parts[0] for f in files('cbatch') if f.parts[0] != '..'} == {'cbatch', f'cbatch-{cbatch.__version__}.dist-info'}, 'a top-level kernels would hide the package of that name'
+from cbatch import LLM, SamplingParams, tiny_lm
+with LLM(tiny_lm('llama', 0), max_num_seqs=2, check=True) as llm:
+    outs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8], [9]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+print('cbatch', cbatch.__version__, 'with fastcore', fastcore.__version__, [o.outputs[0].token_ids for o in outs])
+assert [len(o.outputs[0].token_ids) for o in outs] == [5, 5, 5]
+'''
+
+def wheel():
+    "the wheel in a fresh environment, with the fastcore that users get"
+    whl, = (ROOT/'dist').glob('*.whl')
+    with tempfile.TemporaryDirectory(prefix='wheel-') as tmp:
+        venv.create(tmp, with_pip=True)
+        py = Path(tmp)/'bin'/'python'
+        sh(py, '-m', 'pip', 'install', '-qq', '-c', ROOT/'constraints.txt', whl, 'fastcore>=2', cwd=tmp)
+        sh(py, '-I', '-c', TRY, cwd=tmp)
+        sh(py.parent/'cbatch', '--help', cwd=tmp)
+
+def main():
+    named = [a for a in sys.argv[1:] if not a.startswith('-')]
+    steps = [export, clean, notebooks, tests, *([outputs] if ALL else []), docs, build, wheel]
+    if named: steps = [globals()[n] for n in named]
+    start = time.time()
+    for i, step in enumerate(steps, 1):
+        print(f'\n=== {i}/{len(steps)} {step.__name__}: {step.__doc__}', flush=True)
+        t = time.time(); step()
+        print(f'--- {step.__name__} is good ({time.time() - t:.0f} s)', flush=True)
+    print(f'\nAll good ({time.time() - start:.0f} s).')
+
+if __name__ == '__main__': main()
