@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'Detokenizer', 'LLM']
 
-# %% ../nbs/14_engine.ipynb #21d8fa7d
+# %% ../nbs/14_engine.ipynb #836336c9
 import gc, logging, numbers, time, warnings
 import torch
 from dataclasses import replace
@@ -13,11 +13,12 @@ from fastcore.basics import patch
 from time import perf_counter
 from transformers import PreTrainedModel
 from .core import (CapacityError, CompletionOutput, EngineConfig, Request, RequestFailed, RequestMetrics, RequestOutput,
-                         SamplingParams, Status, StepOutput, check_ids)
-from .kv_blocks import BlockManager
+                         SamplingParams, Scheduled, Status, StepOutput, _number, check_ids)
 from .metrics import EngineCounters
 from .model import CausalLM, load_model
 from .policies import get_policy
+from .preemption import get_preemptor
+from .prefix_caching import PrefixBlocks
 from .ragged_batch import ModelRunner, pool_blocks
 from .scheduler import Scheduler
 from .token_loop import cut_at_stop, uniform
@@ -69,7 +70,7 @@ def delta(self:Detokenizer,
     new, self.sent = self.text[self.sent:upto], upto
     return new
 
-# %% ../nbs/14_engine.ipynb #be4d64f2
+# %% ../nbs/14_engine.ipynb #5e3a48ff
 log = logging.getLogger('cbatch')
 
 class LLM:
@@ -86,9 +87,9 @@ class LLM:
         if isinstance(model, PreTrainedModel): model = CausalLM(model, None, model.config.name_or_path or type(model).__name__)
         if isinstance(model, CausalLM):      # as it is, unless told otherwise
             dtype, device = (model.dtype if dtype == 'auto' else dtype), (model.device if device == 'auto' else device)
-        self._build(load_model(model, dtype, device, tokenizer), cfg, policy)
+        self._build(load_model(model, dtype, device, tokenizer, cfg.load_format), cfg, policy)
 
-# %% ../nbs/14_engine.ipynb #84c92553
+# %% ../nbs/14_engine.ipynb #be09b01a
 @patch
 def _build(self:LLM, model:CausalLM, cfg:EngineConfig, policy):
     "Make the pool and what works on it"
@@ -101,12 +102,15 @@ def _build(self:LLM, model:CausalLM, cfg:EngineConfig, policy):
     self.max_model_len = cfg.max_model_len or min(model.max_len, room)
     self.config, self.model, self.tokenizer = cfg, model, model.tokenizer
     self.runner = ModelRunner(model, cfg, self.num_blocks)
-    self.scheduler = Scheduler(cfg, BlockManager(self.num_blocks, cfg.block_size), policy)
+    host_blocks = self.num_blocks if cfg.swap_mb is None else max(1, int(cfg.swap_mb * 1e6 // (cfg.block_size * model.kv_bytes_per_token)))
+    if cfg.preemption == 'swap': self.runner.backend.reserve_host(host_blocks)
+    self.scheduler = Scheduler(cfg, PrefixBlocks(self.num_blocks, cfg.block_size, cfg.prefix_caching), policy, get_preemptor(cfg, host_blocks))
     self.trace = None
     if cfg.trace: self.trace = Trace(cfg.max_num_seqs, cfg.max_num_batched_tokens, cfg.block_size, self.num_blocks, policy.name,
                                      maxlen=10_000 if cfg.trace is True else cfg.trace)
     self.scheduler.explain = self.trace is not None
-    self.requests, self.sinks, self.unclaimed, self.counters, self.num_added = {}, {}, {}, EngineCounters(), 0
+    self.requests, self.groups = {}, {}       # internal id -> (Request, its text); id that its caller knows -> the answers to one prompt
+    self.sinks, self.unclaimed, self.counters, self.num_added = {}, {}, EngineCounters(), 0
     self._spent = dict.fromkeys(('schedule', 'update', 'text', 'trace'), 0.)   # s, over all steps
 
 # %% ../nbs/14_engine.ipynb #34d0e444
@@ -176,9 +180,9 @@ def _limit(self:LLM, num_prompt:int, params:SamplingParams)->int:
         raise CapacityError(f"{num_prompt + max(n, 1)} tokens exceed the KV pool of {pool}: shorten the request or raise num_blocks")
     return n
 
-# %% ../nbs/14_engine.ipynb #8dfca3cf
+# %% ../nbs/14_engine.ipynb #43011bda
 @patch
-def _request(self:LLM, prompt, params:SamplingParams|None, request_id=None, arrival=None, priority=0, user=None)->Request:
+def _request(self:LLM, prompt, params:SamplingParams|None, request_id=None, arrival=None, **kw)->Request:
     "A checked request; nothing is taken yet"
     if self.model is None: raise ValueError("this LLM is closed")
     params = params or SamplingParams()
@@ -187,24 +191,33 @@ def _request(self:LLM, prompt, params:SamplingParams|None, request_id=None, arri
     check_ids(ids, params, self.model.vocab_size)
     if params.stop and self.tokenizer is None: raise ValueError("stop strings need a tokenizer: LLM(..., tokenizer=...)")
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.model.eos_ids)
-    r = Request(request_id, ids, params, self._limit(len(ids), params), stop_ids=frozenset(ends), prompt=prompt if isinstance(prompt, str) else None,
-                user=user, priority=priority)
+    r = Request(request_id, ids, params, self._limit(len(ids), params), stop_ids=frozenset(ends), prompt=prompt if isinstance(prompt, str) else None, **kw)
     if request_id is not None and not isinstance(request_id, str): raise ValueError(f"request_id={request_id!r}: must be text")
-    if request_id in self.requests: raise ValueError(f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
+    if request_id in self.groups: raise ValueError(f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
     r.arrival = self.clock() if arrival is None else arrival
     return r
 
-# %% ../nbs/14_engine.ipynb #f047ceb3
+# %% ../nbs/14_engine.ipynb #18a870e3
 @patch
 def _enter(self:LLM, r:Request):
-    "Let a checked request into the queue"
-    r.seq, self.num_added = self.num_added, self.num_added + 1
-    if r.request_id is None: r.request_id = f'r{r.seq}'
-    while r.request_id in self.requests: r.request_id += "'"      # somebody chose our next name for himself
-    r.seed = int(uniform([self.config.seed], [r.seq])[0] * 2 ** 53) if r.params.seed is None else r.params.seed
-    self.requests[r.request_id] = r, Detokenizer(self.tokenizer, r.params)
+    "Let a checked request into the queue, once for each answer that it wants"
+    seq = self.num_added
+    if r.request_id is None: r.request_id = f'r{seq}'
+    while r.request_id in self.groups: r.request_id += "'"      # somebody chose our next name for himself
+    r.group, n = r.request_id, r.params.n
+    r.seed = int(uniform([self.config.seed], [seq])[0] * 2 ** 53) if r.params.seed is None else r.params.seed
+    forks = [replace(r, sample_index=i, fork_of=r, output_ids=[], block_table=[], host_table=[], block_hashes=[], token_times=[]) for i in range(1, n)]
+    self.groups[r.group] = [self._queue(r, f'{r.group}/0' if n > 1 else r.group), *(self._queue(f, f'{r.group}/{f.sample_index}') for f in forks)]
+
+@patch
+def _queue(self:LLM, r:Request, request_id:str)->tuple:
+    "Queue one answer under an internal id"
+    while request_id in self.requests: request_id += "'"
+    r.request_id, r.seq, self.num_added = request_id, self.num_added, self.num_added + 1
+    entry = self.requests[request_id] = r, Detokenizer(self.tokenizer, r.params)
     self.scheduler.add(r)
     if self.trace: self.trace.arrived(r)
+    return entry
 
 @patch
 def add(self:LLM,
@@ -212,12 +225,18 @@ def add(self:LLM,
     params:SamplingParams|None=None,
     request_id:str|None=None,    # None: the engine makes one
     arrival:float|None=None,     # s on `llm.clock`; None: now
-    priority:int=0, user:str|None=None, # for policies that look at them
+    priority:int=0, user:str|None=None, # for policies that look at them; a smaller priority is more urgent
+    deadline:float|None=None,    # s on `llm.clock`; a request that is not done by then ends with an error
+    cache_salt:str|None=None,    # cached blocks are shared among equal salts only
+    use_cache:bool=True,         # False: neither read nor leave anything in the prefix cache
 )->str:                          # the request's id
     "Queue a request; `step` does the rest. `ValueError` if it could not be served; nothing has changed then"
-    r = self._request(prompt, params, request_id, arrival, priority, user)
+    for name, x in dict(arrival=arrival, deadline=deadline, priority=priority).items():
+        if x is not None: _number(name, x, -1e18, 1e18, 'a finite number')
+    if not (cache_salt is None or isinstance(cache_salt, str) and len(cache_salt) <= 256): raise ValueError("cache_salt: must be text of up to 256 characters")
+    r = self._request(prompt, params, request_id, arrival, priority=priority, user=user, deadline=deadline, cache_salt=cache_salt, use_cache=use_cache)
     self._enter(r)
-    return r.request_id
+    return r.group
 
 # %% ../nbs/14_engine.ipynb #07be19ca
 @patch
@@ -241,7 +260,7 @@ def _step(self:LLM)->list:
     if self.config.check: self.check()
     return outputs
 
-# %% ../nbs/14_engine.ipynb #327d303e
+# %% ../nbs/14_engine.ipynb #43f98383
 @patch
 def _lap(self:LLM, what:str, since:float)->float:
     now = perf_counter(); self._spent[what] += now - since
@@ -250,20 +269,35 @@ def _lap(self:LLM, what:str, since:float)->float:
 @patch
 def _execute(self:LLM, plan)->StepOutput:
     "Run the plan; an exception becomes an error of each of its requests"
-    try: return self.runner.execute(plan)
+    try:
+        try: return self.runner.execute(plan)
+        except torch.OutOfMemoryError: return self.runner.execute(self._halve(plan))
     except Exception as e:
         log.exception("step %d failed", plan.step)
+        if not plan.moved: self.scheduler.undo(plan)
         return StepOutput(errors={s.request.request_id: f"{type(e).__name__}: {e}" for s in plan.scheduled})
     except BaseException:
+        self.scheduler.undo(plan)
         if self.trace: self.trace.cancel()
         raise
 
-# %% ../nbs/14_engine.ipynb #6a3d00f4
+@patch
+def _halve(self:LLM, plan):
+    "The plan with half of its tokens, for a device that ran out of memory; the others keep what they have and come later"
+    log.warning("step %d ran out of memory: trying half of it", plan.step)
+    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    plan.padding = []
+    if len(plan.scheduled) > 1: plan.scheduled = plan.scheduled[:len(plan.scheduled) // 2]
+    else: plan.scheduled = [Scheduled(s.request, max(1, s.num_tokens // 2)) for s in plan.scheduled]
+    if self.trace: self.trace.planned(plan, len(self.scheduler.waiting))
+    return plan
+
+# %% ../nbs/14_engine.ipynb #2c4229c1
 @patch
 def _texts(self:LLM, plan, out:StepOutput, now:float)->tuple:
     "Outputs of a step, and the requests that ended by what their text said"
-    outputs, stopped = [], []
-    for r in (s.request for s in plan.scheduled):
+    touched, stopped = {}, []
+    for r in (*plan.expired, *(s.request for s in plan.scheduled)):
         if r.request_id not in self.requests or not (r.request_id in out.sampled or r.status is Status.FINISHED): continue
         text = self.requests[r.request_id][1]
         try: hit = text.push(r.output_ids, last=r.status is Status.FINISHED)
@@ -273,9 +307,9 @@ def _texts(self:LLM, plan, out:StepOutput, now:float)->tuple:
             if r.error: r.finish_reason = 'error'
             elif r.finish_reason != 'stop': r.finish_reason = 'stop'
             if hit: r.stop_reason = text.stop
-        outputs.append(self._report(r, text))
+        touched[r.group] = None
         if r.status is Status.FINISHED: self._leave(r)
-    return outputs, stopped
+    return [self._report(g) for g in touched], stopped
 
 @patch
 def _leave(self:LLM, r:Request):
@@ -283,27 +317,41 @@ def _leave(self:LLM, r:Request):
     del self.requests[r.request_id]
     self.counters.finish(r)
 
-# %% ../nbs/14_engine.ipynb #7e12b627
+# %% ../nbs/14_engine.ipynb #a6cf7f55
 @patch
-def _report(self:LLM, r:Request, text:Detokenizer)->RequestOutput:
-    "What there is to say about a request"
-    done = r.status is Status.FINISHED
-    new = text.delta(last=done)
-    m = RequestMetrics(r.arrival, r.scheduled_at, r.token_times, r.finished_at, r.num_preemptions, r.num_recomputed_tokens, r.num_cached_tokens)
-    answer = CompletionOutput(0, text.text[:text.sent], list(r.output_ids), r.finish_reason, r.stop_reason, new)
-    return RequestOutput(r.request_id, r.prompt, r.prompt_ids, [answer], done, m, r.error)
+def _report(self:LLM, group:str)->RequestOutput:
+    "What there is to say about a request and all its answers"
+    entries = self.groups[group]
+    answers, rs = [_answer(r, text) for r, text in entries], [r for r, _ in entries]
+    done = all(r.status is Status.FINISHED for r in rs)
+    if done: del self.groups[group]
+    first = rs[0]
+    return RequestOutput(group, first.prompt, first.prompt_ids, answers, done, _timing(rs), next((r.error for r in rs if r.error), None))
+
+def _answer(r:Request, text:Detokenizer)->CompletionOutput:
+    new = text.delta(last=r.status is Status.FINISHED)
+    return CompletionOutput(r.sample_index, text.text[:text.sent], list(r.output_ids), r.finish_reason, r.stop_reason, new)
+
+def _timing(rs:list)->RequestMetrics:
+    "When things happened to the answers to one prompt"
+    times = rs[0].token_times if len(rs) == 1 else sorted(t for r in rs for t in r.token_times)
+    begun, ended = [r.scheduled_at for r in rs if r.scheduled_at is not None], [r.finished_at for r in rs]
+    return RequestMetrics(rs[0].arrival, min(begun, default=None), times, None if None in ended else max(ended), sum(r.num_preemptions for r in rs),
+                          sum(r.num_recomputed_tokens for r in rs), sum(r.num_cached_tokens for r in rs))
 
 @patch
 def abort(self:LLM,
     request_id:str,
 )->bool: # False if there is no such request (any more)
     "End a request now; its blocks are free at once"
-    if request_id not in self.requests: return False
-    r, text = self.requests[request_id]
-    self.scheduler.abort(r, self.clock())
-    if self.trace: self.trace.aborted(r)
-    self._leave(r)
-    if sink := self.sinks.get(request_id): sink(self._report(r, text))
+    if request_id not in self.groups: return False
+    for r, _ in self.groups[request_id]:
+        if r.status is Status.FINISHED: continue
+        self.scheduler.abort(r, self.clock())
+        if self.trace: self.trace.aborted(r)
+        self._leave(r)
+    out, sink = self._report(request_id), self.sinks.get(request_id)
+    if sink: sink(out)
     return True
 
 # %% ../nbs/14_engine.ipynb #d7f2510f
@@ -343,7 +391,7 @@ def _pump(self:LLM):
     if wake is None: raise RuntimeError("requests wait, nothing can run and nothing will change: the policy must let somebody in")
     self.sleep(max(0., wake - self.clock()))
 
-# %% ../nbs/14_engine.ipynb #e566400e
+# %% ../nbs/14_engine.ipynb #ef6651fd
 @patch
 def generate(self:LLM,
     prompts,         # one prompt or a list: text, token ids, or messages
@@ -360,15 +408,15 @@ def generate(self:LLM,
         def sink(o):
             if o.finished: done[o.request_id] = o; bar.update()
         try:
-            for r in requests: self._enter(r); self.sinks[r.request_id] = sink
+            for r in requests: self._enter(r); self.sinks[r.group] = sink
             while len(done) < len(requests): self._pump()
         finally: self._drop(requests)
-    outs = [done[r.request_id] for r in requests]
+    outs = [done[r.group] for r in requests]
     for o in outs:
         if o.error: raise RequestFailed(f"{o.request_id}: {o.error}")
     return outs
 
-# %% ../nbs/14_engine.ipynb #b5e82c76
+# %% ../nbs/14_engine.ipynb #e37a9f8a
 @patch
 def _progress(self:LLM, n:int, show:bool):
     from tqdm.auto import tqdm
@@ -377,7 +425,7 @@ def _progress(self:LLM, n:int, show:bool):
 @patch
 def _drop(self:LLM, requests:list):
     "Let requests leave that are still here, and their sinks"
-    for r in requests: self.sinks.pop(r.request_id, None); self.abort(r.request_id)
+    for r in requests: self.sinks.pop(r.group, None); self.abort(r.group)
 
 @patch
 def chat(self:LLM,
@@ -388,20 +436,22 @@ def chat(self:LLM,
     one = bool(messages) and isinstance(messages[0], dict)
     return self.generate([messages] if one else messages, params, use_tqdm)
 
-# %% ../nbs/14_engine.ipynb #5b7d885d
+# %% ../nbs/14_engine.ipynb #fd826cd7
 @patch
 def stream(self:LLM,
     prompt,          # text, token ids, or messages
     params:SamplingParams|None=None,
 ):                   # generator of text
     "Yield the answer piece by piece; `ValueError` at once if the request can't be served"
-    return self._stream(self._request(prompt, params))
+    r = self._request(prompt, params)
+    if r.params.n > 1: raise ValueError(f"n={r.params.n}: a stream has one answer; use add and step, or generate")
+    return self._stream(r)
 
 @patch
 def _stream(self:LLM, r:Request):
     news = []
     try:
-        self._enter(r); self.sinks[r.request_id] = news.append
+        self._enter(r); self.sinks[r.group] = news.append
         while True:
             while not news: self._pump()
             o = news.pop(0)
@@ -410,12 +460,13 @@ def _stream(self:LLM, r:Request):
             if o.finished: return
     finally: self._drop([r])
 
-# %% ../nbs/14_engine.ipynb #04ac1f7b
+# %% ../nbs/14_engine.ipynb #5dcadd6e
 @patch(as_prop=True)
 def metrics(self:LLM)->dict:
     "Counters since the engine was made, gauges of now, and where the time of its steps went"
     now = dict(num_running=len(self.scheduler.running), num_waiting=len(self.scheduler.waiting), num_blocks=self.num_blocks, num_free_blocks=self.num_free_blocks)
-    return {**self.counters.as_dict(), **now, 'spent_s': {**self._spent, **self.runner.spent}}
+    b = self.scheduler.blocks
+    return {**self.counters.as_dict(), **now, 'prefix_hit_rate': b.num_hit / b.num_asked if b.num_asked else 0., 'spent_s': {**self._spent, **self.runner.spent}}
 
 @patch
 def check(self:LLM):
@@ -423,14 +474,15 @@ def check(self:LLM):
     self.scheduler.check()
     known = {r.request_id for r in [*self.scheduler.running, *self.scheduler.waiting]}
     assert known == set(self.requests), "scheduler and engine disagree about who is here"
+    assert known == {r.request_id for g in self.groups.values() for r, _ in g if r.status is not Status.FINISHED}, "a request has no group"
     assert all(r.status is not Status.FINISHED for r, _ in self.requests.values()), "somebody who has ended is still here"
 
-# %% ../nbs/14_engine.ipynb #197cad10
+# %% ../nbs/14_engine.ipynb #4194af67
 @patch
 def close(self:LLM):
     "Abort what runs and give back model and memory; once or ten times is the same"
     if self.model is None: return
-    for i in list(self.requests): self.abort(i)
+    for i in list(self.groups): self.abort(i)
     cuda = torch.device(self.model.device).type == 'cuda'
     self.model = self.runner = self.tokenizer = None
     gc.collect()

@@ -48,7 +48,7 @@ def percentile(
     lo = int(k)
     return xs[lo] + (xs[min(lo + 1, len(xs) - 1)] - xs[lo]) * (k - lo)
 
-# %% ../nbs/12_metrics.ipynb #9bab3e2e
+# %% ../nbs/12_metrics.ipynb #da6ee1d7
 @dataclass
 class EngineCounters:
     "Sums over all steps of an engine, and two gauges"
@@ -63,6 +63,7 @@ class EngineCounters:
     num_preemptions:int = 0
     num_recomputed_tokens:int = 0 # of ended requests
     num_cached_tokens:int = 0     # of ended requests
+    num_swapped_blocks:int = 0    # copied to the host or back
     finished:Counter = field(default_factory=Counter)  # finish reason -> requests
     num_running:int = 0           # in the last step
     num_waiting:int = 0           # in the last step
@@ -75,7 +76,7 @@ class EngineCounters:
     def as_dict(self)->dict:
         return {**asdict(self), 'finished': dict(self.finished), 'slot_utilisation': self.slot_utilisation}
 
-# %% ../nbs/12_metrics.ipynb #f07724de
+# %% ../nbs/12_metrics.ipynb #7cf2112f
 @patch
 def count(self:EngineCounters,
     plan:Plan,        # its requests not yet updated
@@ -96,6 +97,7 @@ def count(self:EngineCounters,
         self.num_decode_tokens += s.num_tokens - num_prompt
     self.num_padding_tokens += plan.num_padding
     self.num_preemptions += len(plan.preempted)
+    self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
     self.num_running, self.num_waiting = len(plan.scheduled), num_waiting
 
 @patch

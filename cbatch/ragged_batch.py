@@ -84,7 +84,7 @@ class ModelRunner:
         now = perf_counter(); self.spent[what] += now - since
         return now
 
-# %% ../nbs/06_ragged_batch.ipynb #e7be1535
+# %% ../nbs/06_ragged_batch.ipynb #75c498ba
 @patch
 @torch.no_grad()
 def execute(self:ModelRunner,
@@ -92,12 +92,21 @@ def execute(self:ModelRunner,
 )->StepOutput: # sampled ids by request
     "Run one step: block copies, forward pass, sampling"
     t = perf_counter()
-    if plan.copies: self.backend.copy_blocks(plan.copies)
+    self._move(plan)
+    if not (plan.scheduled or plan.padding): return StepOutput()
     batch = pack(plan, self.config.block_size, self.model.device, self.model.max_len)
     self.backend.prepare(batch.meta); t = self._lap('pack', t)
     logits = self.forward(batch); t = self._lap('forward', t)
     out = self._sample(batch, logits); self._lap('sample', t)
     return out
+
+@patch
+def _move(self:ModelRunner, plan:Plan):
+    "Do the plan's swaps and copies, once"
+    if plan.moved: return
+    for move, pairs in ((self.backend.swap_out, plan.swap_out), (self.backend.swap_in, plan.swap_in), (self.backend.copy_blocks, plan.copies)):
+        if pairs: move(pairs)
+    plan.moved = True
 
 @patch
 def forward(self:ModelRunner, batch:Batch)->torch.Tensor:

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['WaitingQueue', 'Policy', 'Recompute', 'Scheduler']
 
-# %% ../nbs/07_scheduler.ipynb #0a88cc06
+# %% ../nbs/07_scheduler.ipynb #33ae53c9
 import heapq
 from fastcore.basics import patch
 from .core import Decision, EngineConfig, Plan, Request, Scheduled, Status, StepOutput
-from .kv_blocks import BlockManager
+from .kv_blocks import BlockManager, Found
 
 # %% ../nbs/07_scheduler.ipynb #d03c18b8
 class WaitingQueue:
@@ -58,18 +58,22 @@ class Policy:
     def wakeup(self, s, now:float)->float|None: return None          # s, when time alone changes an answer
     def on_update(self, s, plan:Plan, out:StepOutput): pass          # learn from the step
 
-# %% ../nbs/07_scheduler.ipynb #241c2861
+# %% ../nbs/07_scheduler.ipynb #fd7e46a6
 class Recompute:
     "Preempt the youngest: drop its blocks, keep its tokens"
     why = 'youngest'
-    def victim(self, running:list)->Request: return max(running, key=lambda r: r.age)
+    def victim(self, s)->Request: return max(s.running, key=lambda r: r.age)  # who gives its memory back
+    def forced(self, s, step:int)->list: return []                    # who must, without need
+    def resume(self, s, r:Request, plan:Plan): pass                   # before it joins the batch again
+    def forget(self, r:Request): pass                                 # it has ended, or what was kept of it is void
 
     def preempt(self, s, r:Request, plan:Plan):
+        "Take the memory of `r`"
         s.blocks.release(r)
         r.num_recomputed_tokens += r.num_computed_tokens
         r.num_computed_tokens = 0
 
-# %% ../nbs/07_scheduler.ipynb #815990ae
+# %% ../nbs/07_scheduler.ipynb #b1b12448
 class Scheduler:
     "Decides each step: `schedule` before it, `update` after it"
     def __init__(self,
@@ -81,24 +85,24 @@ class Scheduler:
         self.config, self.blocks = config, blocks
         self.policy, self.preemptor = policy or Policy(), preemptor or Recompute()
         self.waiting, self.running = WaitingQueue(self.policy.key), []
-        self.num_steps, self.explain, self.next_wakeup = 0, True, None
+        self.num_steps, self.explain, self.next_wakeup, self.deadlines = 0, True, None, []
+        self.watermark = int(config.watermark * blocks.num_blocks)
 
-    def add(self, r:Request): self.waiting.push(r)
     def __bool__(self): return bool(self.waiting or self.running)
 
-# %% ../nbs/07_scheduler.ipynb #ae403358
+# %% ../nbs/07_scheduler.ipynb #7073e2c6
 @patch
 def _make_room(self:Scheduler, r:Request, num_tokens:int, plan:Plan)->bool:
     "Get `r` blocks for `num_tokens`, preempting as long as it must; False if `r` itself had to go"
     while self.blocks.blocks_short(r, num_tokens) > self.blocks.num_free_blocks:
-        victim = self.preemptor.victim(self.running)
-        self._preempt(victim, plan)
+        victim = self.preemptor.victim(self)
+        self._preempt(victim, plan, self.preemptor.why)
         if victim is r: return False
     self.blocks.grow(r, num_tokens)
     return True
 
 @patch
-def _preempt(self:Scheduler, r:Request, plan:Plan):
+def _preempt(self:Scheduler, r:Request, plan:Plan, why:str):
     "Send `r` back to the queue, out of this step if it was in it"
     for s in plan.scheduled:
         if s.request is r: plan.scheduled.remove(s); plan.left += s.num_tokens; break
@@ -106,7 +110,7 @@ def _preempt(self:Scheduler, r:Request, plan:Plan):
     self.preemptor.preempt(self, r, plan)
     r.status = Status.PREEMPTED; r.num_preemptions += 1
     plan.preempted.append(r); self.waiting.push(r)
-    self._note(plan, r, f'preempted: {self.preemptor.why}')
+    self._note(plan, r, f'preempted: {why}')
 
 # %% ../nbs/07_scheduler.ipynb #d977126a
 @patch
@@ -133,14 +137,21 @@ def _serve_running(self:Scheduler, plan:Plan):
         if n <= 0: self._note(plan, r, 'waits: budget')
         elif self._make_room(r, r.num_computed_tokens + n, plan): self._give(r, n, plan)
 
-# %% ../nbs/07_scheduler.ipynb #d08d28af
+# %% ../nbs/07_scheduler.ipynb #2f466cd5
 @patch
-def _why_not(self:Scheduler, r:Request, n:int, promised:int)->str|None:
+def _why_not(self:Scheduler, r:Request, n:int, found:Found, promised:int)->str|None:
     "Why the first in line can't join with `n` tokens, while `promised` of the free blocks are spoken for"
     if len(self.running) >= self.config.max_num_seqs: return 'batch full'
+    if found.wait: return found.wait
     if not self.policy.starts(r, n): return 'budget'
-    short = self.blocks.blocks_short(r, max(self.policy.reserve(r), r.num_tokens)) - (self.blocks.num_free_blocks - promised)
+    need = self.blocks.blocks_short(r, max(self._reserve(r), r.num_tokens)) - len(found.blocks) + found.num_free
+    short = need - (self.blocks.num_free_blocks - promised - (self.watermark if self.running else 0))
     return f'{short} block{"s" * (short > 1)} short' if short > 0 else None
+
+@patch
+def _reserve(self:Scheduler, r:Request)->int:
+    "Tokens whose blocks `r` takes when it joins"
+    return len(r.prompt_ids) + r.max_tokens if self.config.reserve_max else self.policy.reserve(r)
 
 @patch
 def _admit(self:Scheduler, plan:Plan):
@@ -149,19 +160,22 @@ def _admit(self:Scheduler, plan:Plan):
     closed = 'memory ran short' if plan.preempted else self.policy.close(self, plan.now)
     promised = sum(self.blocks.blocks_short(r, r.num_tokens) for r in self.running)
     while r := self.waiting.peek():
-        n = self.policy.chunk(r, r.num_left, plan.left)
-        if why := closed or self._why_not(r, n, promised):
+        found = self.blocks.find(r)
+        n = self.policy.chunk(r, r.num_left - found.num_tokens, plan.left)
+        if why := closed or self._why_not(r, n, found, promised):
             if r not in plan.preempted: self._note(plan, r, f'waits: {why}')
             if len(self.waiting) > 1: self._note(plan, None, f'{len(self.waiting) - 1} more wait behind')
             return
-        promised += self._join(r, n, plan)
+        promised += self._join(r, n, found, plan)
 
-# %% ../nbs/07_scheduler.ipynb #684da734
+# %% ../nbs/07_scheduler.ipynb #b1b05740
 @patch
-def _join(self:Scheduler, r:Request, n:int, plan:Plan)->int:
+def _join(self:Scheduler, r:Request, n:int, found:Found, plan:Plan)->int:
     "Move `r` from the queue into the batch with `n` tokens; returns the blocks it will still need for what it has to compute"
     self.waiting.pop()
-    self.blocks.grow(r, max(self.policy.reserve(r), r.num_computed_tokens + n))
+    self.blocks.claim(r, found, plan)
+    self.preemptor.resume(self, r, plan)
+    self.blocks.grow(r, max(self._reserve(r), r.num_computed_tokens + n))
     prefix = 'resumed, ' if r.status is Status.PREEMPTED else 'admitted, '
     r.status = Status.RUNNING
     if r.scheduled_at is None: r.scheduled_at = plan.now
@@ -170,33 +184,54 @@ def _join(self:Scheduler, r:Request, n:int, plan:Plan)->int:
     else: self._note(plan, r, prefix + 'waits: budget')
     return self.blocks.blocks_short(r, r.num_tokens)
 
-# %% ../nbs/07_scheduler.ipynb #07b5f3d9
+# %% ../nbs/07_scheduler.ipynb #744584c6
+@patch
+def add(self:Scheduler, r:Request):
+    "Let `r` wait in line"
+    self.waiting.push(r)
+    if r.deadline is not None: heapq.heappush(self.deadlines, (r.deadline, r.seq, r))
+
+@patch
+def _expire(self:Scheduler, plan:Plan):
+    "End those whose deadline has passed"
+    while self.deadlines and (self.deadlines[0][0] <= plan.now or self.deadlines[0][2].status is Status.FINISHED):
+        r = heapq.heappop(self.deadlines)[2]
+        if r.status is Status.FINISHED: continue
+        r.error = f'deadline of {r.deadline:g} s has passed'
+        self.finish(r, 'error', plan.now); plan.expired.append(r)
+    if len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 16:   # the rest ended long before theirs
+        self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]; heapq.heapify(self.deadlines)
+
+# %% ../nbs/07_scheduler.ipynb #3d1fdeeb
 @patch
 def schedule(self:Scheduler,
     now:float=0., # s, on the engine's clock
 )->Plan:          # empty when there is nothing to do now; then see `next_wakeup`
     "Decide the next step"
     plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
+    self._expire(plan)
+    for r in self.preemptor.forced(self, self.num_steps): self._preempt(r, plan, 'forced')
     self._serve_running(plan)
     self._admit(plan)
     plan.padding = self.policy.padding(self, plan)
-    self.next_wakeup = self.policy.wakeup(self, now)
+    times = [t for t in (self.policy.wakeup(self, now), self.deadlines[0][0] if self.deadlines else None) if t is not None]
+    self.next_wakeup = min(times, default=None)
     return plan
 
-# %% ../nbs/07_scheduler.ipynb #815975c7
+# %% ../nbs/07_scheduler.ipynb #cff03bf4
 @patch
 def finish(self:Scheduler, r:Request, reason:str, now:float):
     "End `r`, wherever it stands, and take back its blocks"
     if r.status is Status.FINISHED: return
     if r.status is Status.RUNNING: self.running.remove(r)
     else: self.waiting.remove(r)
-    self.blocks.release(r)
+    self.blocks.release(r); self.preemptor.forget(r)
     r.status, r.finish_reason, r.finished_at = Status.FINISHED, reason, now
 
 @patch
 def abort(self:Scheduler, r:Request, now:float=0.): self.finish(r, 'abort', now)
 
-# %% ../nbs/07_scheduler.ipynb #d1bf22f8
+# %% ../nbs/07_scheduler.ipynb #46f0c6be
 @patch
 def update(self:Scheduler,
     plan:Plan,       # what `schedule` decided
@@ -205,11 +240,12 @@ def update(self:Scheduler,
 )->list:             # requests that ended in this step
     "Take over what a step brought"
     self.num_steps += 1
-    done = []
+    done = list(plan.expired)
     for s in plan.scheduled:
         r = s.request
         if r.status is not Status.RUNNING: continue       # aborted while the step ran
         r.num_computed_tokens += s.num_tokens
+        if r.request_id not in out.errors: self.blocks.commit(r)
         if reason := self._outcome(r, out, now): self.finish(r, reason, now); done.append(r)
     self.policy.on_update(self, plan, out)
     return done
@@ -224,7 +260,19 @@ def _outcome(self:Scheduler, r:Request, out:StepOutput, now:float)->str|None:
     if token in r.stop_ids: r.stop_reason = token; return 'stop'
     return 'length' if len(r.output_ids) >= r.max_tokens else None
 
-# %% ../nbs/07_scheduler.ipynb #e29ade58
+# %% ../nbs/07_scheduler.ipynb #82bb7c06
+@patch
+def undo(self:Scheduler, plan:Plan):
+    "The step of `plan` did not happen: nothing was computed, nothing moved"
+    if plan.moved: return
+    for r in plan.preempted:
+        if r.status is Status.PREEMPTED and r.host_table: self.preemptor.forget(r)
+    moved = {b for _, b in plan.swap_in + plan.copies}
+    for r in plan.admitted:
+        void = [i for i, b in enumerate(r.block_table) if b in moved]
+        if void: r.num_computed_tokens = min(r.num_computed_tokens, void[0] * self.blocks.block_size)
+
+# %% ../nbs/07_scheduler.ipynb #fbef5f05
 @patch
 def check(self:Scheduler):
     "Assert what must hold between two steps"
@@ -234,7 +282,7 @@ def check(self:Scheduler):
     for r in running: assert r.status is Status.RUNNING, f"{r.request_id} runs as {r.status}"
     for r in waiting:
         assert r.status in (Status.WAITING, Status.PREEMPTED), f"{r.request_id} waits as {r.status}"
-        assert not r.block_table and not r.num_computed_tokens, f"{r.request_id} waits and holds memory"
+        assert not r.block_table and bool(r.num_computed_tokens) == bool(r.host_table), f"{r.request_id} waits and holds memory"
     for r in running + waiting:
         assert 0 <= r.num_computed_tokens < r.num_tokens and len(r.output_ids) < r.max_tokens, f"{r.request_id} should have ended"
     self.blocks.check(running)
