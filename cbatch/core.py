@@ -272,7 +272,7 @@ class RequestOutput:
     metrics:RequestMetrics|None = None
     error:str|None = None
 
-# %% ../nbs/00_core.ipynb #e8fecc91
+# %% ../nbs/00_core.ipynb #a34488e4
 @dataclass(frozen=True)
 class EngineConfig:
     "Every knob of the engine"
@@ -299,17 +299,25 @@ class EngineConfig:
     seed:int = 0                      # for requests that bring no seed
     check:bool = False                # run every invariant after every step (slow)
 
-    def __post_init__(self):
-        for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size'): _whole(k, getattr(self, k), 1, 'an integer from 1 up')
-        for k in ('max_model_len', 'num_blocks'):
-            if getattr(self, k) is not None: _whole(k, getattr(self, k), 1, 'an integer from 1 up, or None')
-        if self.kv_cache_mb is not None: _number('kv_cache_mb', self.kv_cache_mb, 0, 1e9, 'a size in MB, or None')
-        _number('gpu_memory_utilization', self.gpu_memory_utilization, 0.01, 1, 'a share of a GPU, up to 1')
-        _number('watermark', self.watermark, 0, 0.5, 'a share of the pool, up to 0.5')
-        if self.swap_mb is not None: _number('swap_mb', self.swap_mb, 0, 1e9, 'a size in MB, or None')
-        if self.preemption not in ('recompute', 'swap'): raise ValueError(f"preemption={self.preemption!r}: must be recompute or swap")
-        dtypes = ('auto', 'float32', 'bfloat16', 'float16')
-        if self.dtype not in dtypes: raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(dtypes)}")
-        if self.load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={self.load_format!r}: must be auto or dummy")
-        if not (isinstance(self.trace, bool) or isinstance(self.trace, int) and self.trace > 0):
-            raise ValueError(f"trace={self.trace!r}: must be True, False or a number of records")
+    def __post_init__(self): _check_config(self)
+
+# %% ../nbs/00_core.ipynb #8cb3b0d8
+def _check_config(c:EngineConfig):
+    "Raise `ValueError` for a knob that can't stand so"
+    for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size'): _whole(k, getattr(c, k), 1, 'an integer from 1 up')
+    for k in ('max_model_len', 'num_blocks'):
+        if getattr(c, k) is not None: _whole(k, getattr(c, k), 1, 'an integer from 1 up, or None')
+    if c.kv_cache_mb is not None: _number('kv_cache_mb', c.kv_cache_mb, 0, 1e9, 'a size in MB, or None')
+    _number('gpu_memory_utilization', c.gpu_memory_utilization, 0.01, 1, 'a share of a GPU, up to 1')
+    _number('watermark', c.watermark, 0, 0.5, 'a share of the pool, up to 0.5')
+    if c.swap_mb is not None: _number('swap_mb', c.swap_mb, 0, 1e9, 'a size in MB, or None')
+    if c.preemption not in ('recompute', 'swap'): raise ValueError(f"preemption={c.preemption!r}: must be recompute or swap")
+    dtypes = ('auto', 'float32', 'bfloat16', 'float16')
+    if c.dtype not in dtypes: raise ValueError(f"dtype={c.dtype!r}: must be one of {', '.join(dtypes)}")
+    if c.load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={c.load_format!r}: must be auto or dummy")
+    _whole('seed', c.seed, -2**63, 'a 64-bit integer')
+    for k in ('check', 'reserve_max', 'prefix_caching'):
+        if not isinstance(getattr(c, k), bool): raise ValueError(f"{k}={getattr(c, k)!r}: must be True or False")
+    if not isinstance(c.device, str) and type(c.device).__name__ != 'device': raise ValueError(f"device={c.device!r}: must be auto, cpu, cuda, mps ...")
+    if not (isinstance(c.trace, bool) or isinstance(c.trace, int) and c.trace > 0):
+        raise ValueError(f"trace={c.trace!r}: must be True, False or a number of records")

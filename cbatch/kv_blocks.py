@@ -115,7 +115,7 @@ def check(self:BlockManager, requests:list):
     for r in requests:
         assert r.num_computed_tokens <= len(r.block_table) * self.block_size, f"{r.request_id}: tokens without a block"
 
-# %% ../nbs/04_kv_blocks.ipynb #964b3639
+# %% ../nbs/04_kv_blocks.ipynb #773896d0
 @dataclass
 class Found:
     "What is there already of a waiting request's tokens"
@@ -131,6 +131,8 @@ def find(self:BlockManager, request:Request)->Found: return Found()
 def claim(self:BlockManager, request:Request, found:Found, plan): pass
 @patch
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
+@patch
+def forget(self:BlockManager, request:Request): pass   # what its blocks hold is not to be trusted
 
 # %% ../nbs/04_kv_blocks.ipynb #4dad0de9
 def slot_mapping(

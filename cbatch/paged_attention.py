@@ -189,7 +189,7 @@ def attend(self:TorchBackend,
         out[s:s+n] = self._prefill(layer, q[s:s+n], L, slots, meta, scaling, window, softcap)
     return out
 
-# %% ../nbs/05_paged_attention.ipynb #5e01e726
+# %% ../nbs/05_paged_attention.ipynb #55147e82
 BACKENDS = dict(torch='cbatch.paged_attention:TorchBackend')  # name -> module:class
 
 def get_backend(
@@ -198,7 +198,7 @@ def get_backend(
 )->type:             # the backend's class
     "Import and return an attention backend"
     if name == 'auto': name = 'torch'      # the only one so far, on every device
-    if name not in BACKENDS: raise ValueError(f"backend={name!r}: know auto, {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS: raise ValueError(f"backend={name!r}: know auto, {', '.join(BACKENDS)}")
     module, cls = BACKENDS[name].split(':')
     return getattr(importlib.import_module(module), cls)
 

@@ -71,7 +71,7 @@ class Dynamic(Static):
         if s.running or not s.waiting or len(s.waiting) >= s.config.max_num_seqs: return None
         return s.waiting.peek().arrival + self.window
 
-# %% ../nbs/10_policies.ipynb #9c2f988e
+# %% ../nbs/10_policies.ipynb #2412f062
 POLICIES = dict(vllm=Policy, static=Static, dynamic=Dynamic)
 
 def get_policy(
@@ -79,5 +79,5 @@ def get_policy(
 )->Policy:
     "The policy that is meant; names give a new object each time, since a policy keeps state"
     if isinstance(policy, Policy): return policy
-    if policy not in POLICIES: raise ValueError(f"policy={policy!r}: know {', '.join(POLICIES)}, or give a Policy object")
+    if not isinstance(policy, str) or policy not in POLICIES: raise ValueError(f"policy={policy!r}: know {', '.join(POLICIES)}, or give a Policy object")
     return POLICIES[policy]()

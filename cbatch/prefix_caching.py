@@ -157,6 +157,13 @@ def release(self:PrefixBlocks, request:Request):
         if self.pending.get(name) is request: del self.pending[name]
     BlockManager.release(self, request)
 
+# %% ../nbs/09_prefix_caching.ipynb #e4bd78a8
+@patch
+def forget(self:PrefixBlocks, request:Request):
+    "Let nobody find the blocks of `request` any more"
+    for b in request.block_table:
+        if b in self.pool.name_of: del self.pool.by_name[self.pool.name_of.pop(b)]
+
 # %% ../nbs/09_prefix_caching.ipynb #73efd5de
 @patch
 def _find_fork(self:PrefixBlocks, request:Request)->Found|None:

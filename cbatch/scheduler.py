@@ -231,7 +231,7 @@ def finish(self:Scheduler, r:Request, reason:str, now:float):
 @patch
 def abort(self:Scheduler, r:Request, now:float=0.): self.finish(r, 'abort', now)
 
-# %% ../nbs/07_scheduler.ipynb #46f0c6be
+# %% ../nbs/07_scheduler.ipynb #9f4da53e
 @patch
 def update(self:Scheduler,
     plan:Plan,       # what `schedule` decided
@@ -253,7 +253,7 @@ def update(self:Scheduler,
 @patch
 def _outcome(self:Scheduler, r:Request, out:StepOutput, now:float)->str|None:
     "Append the sampled token of `r`, if any; why it ends, if it ends"
-    if r.request_id in out.errors: r.error = out.errors[r.request_id]; return 'error'
+    if r.request_id in out.errors: r.error = out.errors[r.request_id]; self.blocks.forget(r); return 'error'
     if r.request_id not in out.sampled: return None
     token = out.sampled[r.request_id]
     r.output_ids.append(token); r.token_times.append(now)
