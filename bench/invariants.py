@@ -5,6 +5,7 @@ faults: plants each fault of tests/memory_faults.py and tests/test_mutations.py 
 import json, random, sys, time
 from contextlib import ExitStack
 from pathlib import Path
+from traceback import extract_tb
 from unittest.mock import patch
 from cbatch.cli import _machine
 
@@ -29,7 +30,7 @@ def first_failure(plant, run, seeds):
         plant(lambda owner, name, new: stack.enter_context(patch(owner, name, new) if isinstance(owner, str) else patch.object(owner, name, new)))
         for seed in range(seeds):
             try: run(seed)
-            except Exception as e: return seed, (str(e) or type(e).__name__).splitlines()[0][:100]
+            except Exception as e: return seed, (str(e).splitlines() or [extract_tb(e.__traceback__)[-1].line])[0][:100]
 
 def faults():
     import logging; logging.disable(logging.CRITICAL)

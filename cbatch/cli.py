@@ -29,17 +29,17 @@ class Ask:
     question:str
     at:float = 0.    # s after the doors open
 
-# %% ../nbs/22_cli.ipynb #d38ecc33
+# %% ../nbs/22_cli.ipynb #a47ce8e2
 _ASKS = """capital 12 What is the capital of France?
 tea 60 How do I make a cup of tea?
-essay 340 Write a long essay about the sea and the people who sailed it.
+essay 280 Write a long essay about the sea and the people who sailed it.
 colours 16 Name three colours.
 water 24 What is water made of?
 2+2 12 What is 2+2?
 hello 12 How do you say hello in French?
 moon 48 Why does the moon change its shape?
 planet 16 What is the largest planet?
-story 220 Tell me a story about a lighthouse keeper and a whale.
+story 180 Tell me a story about a lighthouse keeper and a whale.
 ice 24 Is ice lighter than water?
 week 16 How many days are there in a week?
 poem 80 Write a short poem about rain.
@@ -50,7 +50,7 @@ while people stand in line at the door. If he takes out each roll when it is don
 python 64 How do I reverse a list in Python?
 sun 16 Is the sun a star?
 fish 32 Name four animals that live in the sea.
-garden 150 Write a guide to planting a small garden.
+garden 120 Write a guide to planting a small garden.
 bread 40 What do I need to bake bread?
 letter 100 Write a letter to a friend about a day at the beach.
 legs 16 How many legs does a spider have?
@@ -186,7 +186,7 @@ def _queue(self:Screen)->str:
     if names and (why := self.said.get(waiting[0], '')).startswith('waits: '): names[0] += f' ({why[7:]})'
     return f'queue  {len(waiting):<3} ' + ' | '.join(names + ['...'] * (len(waiting) > 4))
 
-# %% ../nbs/22_cli.ipynb #b2ccf253
+# %% ../nbs/22_cli.ipynb #eb939bac
 @patch
 def headline(self:Screen)->str:
     s = max(self.last.end - self.since, 1e-9)
@@ -209,7 +209,8 @@ def lines(self:Screen,
         strips = [f'{i:>2} ' + self.strip(i, width - 3, True, color) for i in range(min(num, show))]
         return [head, *strips, *more, fit(f'   the whole run, {max(1, len(self.steps) / (width - 3)):.1f} steps to a column', width)]
     seats = {i: r for r, i in self.state.slots.items()}
-    pads = [i for i in range(num) if i not in seats][:len(self.last.padding)]  # those who had them are done, the batch is not
+    num_pads = sum(n == 1 for n, _ in self.last.padding)   # of requests that are done in a batch that is not
+    pads = [i for i in range(num) if i not in seats][:num_pads]
     out = [head] + [self._seat(i, seats.get(i), i in pads, width, color) for i in range(min(num, show))] + more
     blocks, bar_w = self.trace.facts['num_blocks'], max(1, width - 36)
     held = blocks - self.state.num_free_blocks

@@ -260,7 +260,7 @@ def _outcome(self:Scheduler, r:Request, out:StepOutput, now:float)->str|None:
     if token in r.stop_ids: r.stop_reason = token; return 'stop'
     return 'length' if len(r.output_ids) >= r.max_tokens else None
 
-# %% ../nbs/07_scheduler.ipynb #82bb7c06
+# %% ../nbs/07_scheduler.ipynb #c7d2095a
 @patch
 def undo(self:Scheduler, plan:Plan):
     "The step of `plan` did not happen: nothing was computed, nothing moved"
@@ -268,9 +268,12 @@ def undo(self:Scheduler, plan:Plan):
     for r in plan.preempted:
         if r.status is Status.PREEMPTED and r.host_table: self.preemptor.forget(r)
     moved = {b for _, b in plan.swap_in + plan.copies}
-    for r in plan.admitted:
-        void = [i for i, b in enumerate(r.block_table) if b in moved]
-        if void: r.num_computed_tokens = min(r.num_computed_tokens, void[0] * self.blocks.block_size)
+    void = [r for r in plan.admitted if r.status is Status.RUNNING and moved.intersection(r.block_table)]
+    for r in void:
+        self.running.remove(r); Recompute.preempt(self.preemptor, self, r, plan)
+        r.status = Status.PREEMPTED; r.num_preemptions += 1; self.waiting.push(r)
+    plan.admitted = [r for r in plan.admitted if r not in void]
+    plan.scheduled = [s for s in plan.scheduled if s.request not in void]
 
 # %% ../nbs/07_scheduler.ipynb #fbef5f05
 @patch

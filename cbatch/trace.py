@@ -49,7 +49,7 @@ def finish(self:State, ids:list):
         self.leave_slot(r)
         self.num_finished += self.requests.pop(r, None) is not None
 
-# %% ../nbs/11_trace.ipynb #a9d52846
+# %% ../nbs/11_trace.ipynb #17eeb09f
 @patch
 def begin(self:State, rec:StepRecord):
     "From before the step to inside it: arrivals, departures, admissions, new blocks"
@@ -65,7 +65,7 @@ def begin(self:State, rec:StepRecord):
     for r in rec.admitted:
         self.leave_slot(r)
         taken = set(self.slots.values())
-        self.slots[r], self.computed[r], self.blocks[r] = next(i for i in count() if i not in taken), 0, []
+        self.slots[r], self.computed[r], self.blocks[r] = next(i for i in count() if i not in taken), rec.found.get(r, 0), []
     for r, ids in rec.blocks.items(): self.blocks.setdefault(r, []).extend(ids)
     for r, _, num_before, _ in rec.scheduled: self.computed[r] = num_before
 
@@ -120,7 +120,7 @@ def append(self:Trace, rec:StepRecord)->StepRecord:
     self.segments[-1][1].append(rec)
     return rec
 
-# %% ../nbs/11_trace.ipynb #5a0a07d9
+# %% ../nbs/11_trace.ipynb #8005bad1
 @patch
 def arrived(self:Trace, request):
     "A request was added to the queue"
@@ -142,6 +142,7 @@ def planned(self:Trace,
         preempted=[r.request_id for r in plan.preempted], num_waiting=num_waiting)
     rec.scheduled = [(s.request.request_id, s.num_tokens, s.request.num_computed_tokens, 0) for s in plan.scheduled]
     rec.blocks = {r.request_id: list(r.block_table) for r in plan.admitted if r.block_table}
+    rec.found = {r.request_id: r.num_computed_tokens for r in plan.admitted if r.num_computed_tokens}
     for r in (s.request for s in plan.scheduled):
         if r.request_id in rec.blocks: continue
         num_known = len(self.live.blocks.get(r.request_id, ()))
@@ -252,7 +253,7 @@ def why(self:Trace,
         if ended: alive = False
     return [f"step{'s' * (a != b)} {a}{f'-{b}' * (a != b)}: {what}" for a,b,what in runs]
 
-# %% ../nbs/11_trace.ipynb #a3419251
+# %% ../nbs/11_trace.ipynb #b11224c9
 _whole, _secs, _str, VERSION = {int}, {int, float}, {str}, 1
 _state = dict(num_blocks=_whole, requests={str: (_whole, _secs)}, slots={str: _whole}, computed={str: _whole},
               blocks={str: [_whole]}, ending=[_str], num_finished=_whole)
@@ -260,7 +261,7 @@ _facts = dict(max_num_seqs=_whole, max_num_batched_tokens=_whole, block_size=_wh
 _header = dict(cbatch_trace=_whole, **_facts, state=_state, prompts={str: _str})
 _record = dict(step=_whole, start=_secs, end=_secs, scheduled=[(_str, _whole, _whole, _whole)],
     padding=[(_whole, _whole)], decisions=[({str, type(None)}, _str)], admitted=[_str], preempted=[_str],
-    finished=[(_str, _str)], arrived=[(_str, _whole, _secs)], blocks={str: [_whole]}, num_waiting=_whole,
+    finished=[(_str, _str)], arrived=[(_str, _whole, _secs)], found={str: _whole}, blocks={str: [_whole]}, num_waiting=_whole,
     num_free_blocks=_whole)
 
 def _fit(x, shape, at:str):
