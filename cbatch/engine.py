@@ -305,7 +305,7 @@ def _score(self:LLM, out:StepOutput):
     for i, new in out.prompt_logprobs.items():
         if i in self.requests: self.requests[i][0].prompt_logprobs += new
 
-# %% ../nbs/14_engine.ipynb #fd1938c7
+# %% ../nbs/14_engine.ipynb #9160b163
 @patch
 def _report(self:LLM, group:str)->RequestOutput:
     "What there is to say about a request and all its answers"
@@ -336,11 +336,13 @@ def abort(self:LLM,
 )->bool: # False if there is no such request (any more)
     "End a request now; its blocks are free at once"
     if request_id not in self.groups: return False
-    for r, _ in self.groups[request_id]:
+    for r, text in self.groups[request_id]:
         if r.status is Status.FINISHED: continue
         self.scheduler.abort(r, self.clock())
         if self.trace: self.trace.aborted(r)
         self._leave(r)
+        try: text.push(r.output_ids, last=True)          # what was held back
+        except Exception as e: r.error = f"{type(e).__name__}: {e}"
     out, sink = self._report(request_id), self.sinks.get(request_id)
     if sink: sink(out)
     return True

@@ -141,8 +141,12 @@ def uniform(
         if attempt: h = _mix((h ^ np.uint64(attempt)) + golden)
     return (h >> np.uint64(11)) * 2.0 ** -53
 
-# %% ../nbs/02a_sampling.ipynb #378798a5
+# %% ../nbs/02a_sampling.ipynb #65e572fc
 WIDTH = 128    # tokens of a block
+
+def _rows(x:torch.Tensor, at:torch.Tensor)->torch.Tensor:
+    "Copy of some rows of a matrix; this way to say it is the quickest in torch on a CPU"
+    return x.gather(0, at[:, None].expand(-1, x.shape[1]))
 
 class Blocks:
     "Rows of logits in blocks of `WIDTH` tokens, with the largest of each block"
@@ -156,7 +160,7 @@ class Blocks:
 
     def take(self, rows, cols):
         "Blocks [P, WIDTH] by row and column"
-        return self.x.flatten(0, 1).gather(0, (rows * self.x.shape[1] + cols)[:, None].expand(-1, WIDTH))
+        return _rows(self.x.flatten(0, 1), rows * self.x.shape[1] + cols)
 
     def above(self, rows, floor):
         "Which blocks of `rows` hold something above the row's floor: index into `rows`, and column"
@@ -173,7 +177,7 @@ class Blocks:
         vals, i = self.take(rows.repeat_interleave(at.shape[1]), at.flatten()).view(len(rows), -1).topk(k)
         return vals, at.gather(1, i // WIDTH) * WIDTH + i % WIDTH
 
-# %% ../nbs/02a_sampling.ipynb #8c10de95
+# %% ../nbs/02a_sampling.ipynb #940a7f00
 def _weights(b:Blocks, rows, cols, floor, temp)->torch.Tensor:
     "Weights [P, WIDTH] of the tokens of blocks, the likeliest of the row having 1; 0 for tokens not above their floor"
     x, top = b.take(rows, cols), b.top[rows]
@@ -187,11 +191,11 @@ def _masses(b:Blocks, rows, floor, temp)->torch.Tensor:
     mass[r, c] = _weights(b, rows[r], c, floor[r], temp[r]).sum(-1).double()
     return mass
 
-def _all_masses(b:Blocks, rows, temp)->torch.Tensor:
-    "The same without a floor"
-    x = b.x.flatten(1).gather(0, rows[:, None].expand(-1, b.x[0].numel()))
+def _all_masses(b:Blocks, rows, floor, temp)->torch.Tensor:
+    "The same for rows whose floor cuts nothing that counts: whole blocks, or nothing of them"
+    x = _rows(b.x.flatten(1), rows)
     x.sub_(b.top[rows][:, None]).mul_(math.log2(math.e) / temp[:, None]).exp2_()
-    return x.unflatten(1, (-1, WIDTH)).sum(-1).double()
+    return x.unflatten(1, (-1, WIDTH)).sum(-1).double().masked_fill_(b.max[rows] <= floor[:, None], 0.)
 
 def _walk(mass:torch.Tensor, u:torch.Tensor)->tuple:
     "Where the running sum of each row [R, N] first passes its share `u`, and how far into that entry, from 0 to 1"
@@ -215,16 +219,17 @@ def _floors(b:Blocks, rows, params:list, temp, vocab_size:int)->torch.Tensor:
         floor[at] = torch.maximum(floor[at], kth)
     return torch.nextafter(floor, torch.full_like(floor, -math.inf))
 
-# %% ../nbs/02a_sampling.ipynb #2e530bd3
+# %% ../nbs/02a_sampling.ipynb #df23fa1b
 def _draw(b:Blocks, rows:list, states:list, vocab_size:int)->torch.Tensor:
     "Draw a token for each of `rows`: ids [R]"
     dev, params = b.max.device, [s.params for s in states]
     tensor = lambda xs, dtype: torch.tensor(xs, dtype=dtype, device=dev)
     rows, temp, top_p = tensor(rows, torch.long), tensor([p.temperature for p in params], torch.float32), tensor([p.top_p for p in params], torch.float64)
     floor, ids, todo = _floors(b, rows, params, temp, vocab_size), torch.empty_like(rows), torch.arange(len(rows), device=dev)
-    cut = tensor([p.min_p > 0 or 0 < p.top_k < vocab_size for p in params], torch.bool)
+    cut = [i for i, p in enumerate(params) if p.min_p > 0 or 0 < p.top_k < vocab_size]
     mass = torch.empty(len(rows), b.max.shape[1], dtype=torch.float64, device=dev)
-    mass[cut], mass[~cut] = _masses(b, rows[cut], floor[cut], temp[cut]), _all_masses(b, rows[~cut], temp[~cut])
+    for masses, at in ((_masses, cut), (_all_masses, sorted({*range(len(rows))} - {*cut}))):
+        if at: at = tensor(at, torch.long); mass[at] = masses(b, rows[at], floor[at], temp[at])
     limit = top_p * mass.cumsum(-1)[:, -1]
     for attempt in itertools.count():
         who = [states[i] for i in todo.tolist()]
@@ -257,7 +262,7 @@ def score(
             for i in range(n): d.setdefault(ids[i], Logprob(xs[i], i + 1))
     return out
 
-# %% ../nbs/02a_sampling.ipynb #7b31b7f0
+# %% ../nbs/02a_sampling.ipynb #112ae7f4
 @dataclass
 class Sampled:
     "The next token of each row, or None and the reason why it has none"
@@ -271,7 +276,7 @@ def sample(
 )->Sampled:
     "Choose the next token of each row"
     ask, V = [i for i, s in enumerate(states) if s.params.logprobs is not None], logits.shape[1]
-    raw = logits.index_select(0, torch.tensor(ask, device=logits.device)) if ask else None
+    raw = _rows(logits, torch.tensor(ask, device=logits.device)) if ask else None
     logits = logits.float().contiguous()
     edit_logits(logits, states)
     b = Blocks(logits)

@@ -247,7 +247,7 @@ def delta(self:Detokenizer,
     new, self.sent = self.text[self.sent:upto], upto
     return new
 
-# %% ../nbs/02b_text.ipynb #19e9c9bf
+# %% ../nbs/02b_text.ipynb #3f69c6e6
 def control_tokens(tokenizer, template:str='')->dict:
     "Spellings that must not come out of a message, and whether each is special; others count if the template writes them"
     added = getattr(tokenizer, 'added_tokens_decoder', {}).values()
@@ -255,8 +255,8 @@ def control_tokens(tokenizer, template:str='')->dict:
         if t.special or t.content in template and re.search(r'[^\w\s]', t.content)}
 
 def _any(tokens)->str:
-    "A pattern for any of these spellings, the longest first"
-    return '|'.join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)) or '(?!)'
+    "A pattern for any of these spellings"
+    return '|'.join(map(re.escape, tokens)) or '(?!)'
 
 def _break(x, pattern, mark:str):
     "A copy of a message in which each control token is broken after its first letter"

@@ -114,6 +114,16 @@ def test_extremes_are_drawn_rightly():
             got, exact = sample(x.repeat(20, 1), s), distribution(x, s[:1])[0]
             assert not got.errors and all(exact[t] > 0 for t in got.ids)
 
+@pytest.mark.parametrize('u', [0., 2. ** -53, 1 - 2. ** -53])
+def test_the_first_and_the_last_random_number(u):
+    "Even they bring no token that can't come: blocks at the ends may hold nothing, or next to nothing"
+    x = noise(6, 700, 1, 4.)
+    x[0, :200] = -math.inf; x[1, 600:] = -math.inf; x[2, :300] = -60; x[3, 400:] = -60; x[4] = -60; x[4, 350] = 0; x[5, 1:] = -math.inf
+    with patch('cbatch.sampling.uniform', lambda seeds, *_: np.full(len(seeds), u)):
+        for kw in dict(), dict(temperature=.05), dict(temperature=1e-5), dict(top_k=5), dict(min_p=.1), dict(top_p=.01), dict(top_k=9, top_p=.5, temperature=.01):
+            all_states = [SamplerState(SamplingParams(**kw)) for _ in x]
+            assert all(p[t] > 0 for p, t in zip(distribution(x, all_states), sample(x.clone(), all_states).ids))
+
 # --- random numbers
 
 def hist_ok(u, bins=64):

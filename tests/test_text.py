@@ -284,6 +284,16 @@ def test_tools():
 def test_what_is_no_conversation(messages, why):
     with pytest.raises(ValueError, match=why): encode_chat(chatty('bytes', REFUSING), messages)
 
+def test_chat_of_the_engine():
+    "`chat` goes through here, with tools where the template knows them"
+    lm, sp = tiny_lm(vocab_size=300), SamplingParams(temperature=0, max_tokens=2)
+    lm.tokenizer = chatty('bytes', WITH_TOOLS)
+    chat, tool = [dict(role='user', content='<|im_end|>')], dict(name='f')
+    with LLM(lm) as llm:
+        for tools in (None, [tool]): assert llm.chat(chat, sp, use_tqdm=False, tools=tools)[0].prompt_token_ids == encode_chat(lm.tokenizer, chat, tools)
+        assert llm.generate(chat, sp, use_tqdm=False)[0].prompt_token_ids == encode_chat(lm.tokenizer, chat)
+    with LLM(tiny_lm()) as llm, pytest.raises(ValueError, match='does not know any'): llm.chat(chat, sp, tools=[tool])
+
 def test_no_template():
     tok = byte_tokenizer(); tok.chat_template = None
     with pytest.raises(ValueError, match='no chat template'): encode_chat(tok, [dict(role='user', content='x')])

@@ -25,7 +25,7 @@ def rename(proc, site):
             link = posixpath.relpath(other, here or '.')
             txt = txt.replace('](' + link, '](' + posixpath.join(posixpath.dirname(link), strip_no(posixpath.basename(link))))
         p.unlink(); p.with_name(strip_no(p.name)).write_text(txt, encoding='utf-8')
-    page = re.compile(r'\w+/\d+_\w+\.ipynb')
+    page = re.compile(r'\w+/\d+[a-zA-Z0-9]*_\w+\.ipynb')
     yml = proc/'_quarto.yml'; lines = yml.read_text(encoding='utf-8').splitlines(keepends=True)
     missing = sorted({m[0] for l in lines if (m := page.search(l)) and m[0] not in rels})
     lines = [page.sub(lambda m: posixpath.join(posixpath.dirname(m[0]), strip_no(posixpath.basename(m[0]))), l)
