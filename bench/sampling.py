@@ -1,7 +1,7 @@
 """What a step of sampling costs for 64 requests with mixed options: python bench/sampling.py [--threads 2]  Writes bench/records/sampling.json.
 
 Each figure is the best of many repeats, in turns, so that a busy moment of the machine hurts none alone; the load average stands beside them."""
-import argparse, json, os, platform, random, time
+import argparse, json, os, platform, random, sys, time
 from pathlib import Path
 import torch, transformers
 from cbatch import SamplingParams
@@ -47,7 +47,7 @@ def main():
             y = x.clone()
             start = time.perf_counter(); f(y); best[name] = min(best[name], time.perf_counter() - start)
     ms = {k: round(1000 * t, 3) for k, t in best.items()}
-    rec = dict(command='python bench/sampling.py', **vars(a), **machine(), transformers=transformers.__version__, load_average=os.getloadavg()[0], ms_per_step=ms, mixed_over_greedy_ms=round(ms['mixed'] - ms['greedy'], 3))
+    rec = dict(command=' '.join(['python bench/sampling.py', *sys.argv[1:]]), **vars(a), **machine(), transformers=transformers.__version__, load_average=os.getloadavg()[0], ms_per_step=ms, mixed_over_greedy_ms=round(ms['mixed'] - ms['greedy'], 3))
     out = Path(__file__).parent/'records'/'sampling.json'
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(rec, indent=1) + '\n')

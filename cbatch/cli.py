@@ -217,7 +217,7 @@ def lines(self:Screen,
     bar = ('█' * -(-held * bar_w // blocks)).ljust(bar_w, '░')
     return out + [fit(s, width) for s in (self._queue(), f'KV     {bar} {held} of {blocks} blocks held', f'newest {self.news}')]
 
-# %% ../nbs/22_cli.ipynb #be67c9fa
+# %% ../nbs/22_cli.ipynb #38a7ff2d
 class Live:
     "Shows a `Screen` while it moves; call it with each record"
     def __init__(self,
@@ -228,13 +228,11 @@ class Live:
         self.screen, self.file = screen, file or sys.stdout
         self.inplace = live and self.file.isatty() and os.environ.get('TERM') != 'dumb'
         self.color = self.inplace and not os.environ.get('NO_COLOR')
-        self.every, self.due, self.height, self.spent = 1/15 if self.inplace else 5., 0., 0, 0.  # spent: s, on drawing
+        self.every, self.due, self.height = 1/15 if self.inplace else 5., 0., 0
 
     def __call__(self, rec:StepRecord):
-        start = time.perf_counter()
         self.screen.push(rec)
         if rec.end >= self.due: self.draw(); self.due = rec.end + self.every
-        self.spent += time.perf_counter() - start
 
     def __enter__(self):
         if self.inplace: self.file.write('\x1b[?25l')
@@ -259,7 +257,7 @@ def draw(self:Live, whole:bool=False):
     else: self.file.write(clean(f'{s.title}  {s.headline()}  {len(s.state.slots)} running  {fit(s._queue(), 60)}').rstrip() + '\n')
     self.file.flush()
 
-# %% ../nbs/22_cli.ipynb #a6993a66
+# %% ../nbs/22_cli.ipynb #eb2b8f47
 @dataclass
 class Run:
     "The crowd, served under one policy"
@@ -267,7 +265,6 @@ class Run:
     outputs:dict   # name -> RequestOutput
     summary:dict   # what `summarize` says
     trace:Trace
-    draw_s:float   # s, spent on the live view
 
 def _name(policy:str)->str: return 'continuous' if policy == 'vllm' else policy
 
@@ -284,7 +281,7 @@ def run_crowd(
         llm.clock = lambda: time.monotonic() - opened
         with Live(Screen(llm.trace, f'{name} batching', {a.name: a.question for a in asks}), live) as view: outs = serve(llm, asks, view)
         wall_s = max(o.metrics.finished_at for o in outs.values())
-        return Run(name, outs, summarize(list(outs.values()), wall_s, llm.counters), llm.trace, view.spent)
+        return Run(name, outs, summarize(list(outs.values()), wall_s, llm.counters), llm.trace)
 
 # %% ../nbs/22_cli.ipynb #8e0a6a5d
 def table(
@@ -370,7 +367,7 @@ def _save(runs:list, asks:list, title:str, report:str, trace:str):
         r.trace.to_jsonl(p, {a.name: a.question for a in asks})
         print(f'trace: cbatch replay {shlex.quote(str(p))}')
 
-# %% ../nbs/22_cli.ipynb #5c79ffb6
+# %% ../nbs/22_cli.ipynb #dcd87a02
 def _machine()->dict:
     "Where and with what a run is measured"
     import torch
@@ -384,7 +381,7 @@ def _record(path:str, facts:dict, runs:list, asks:list):
     "Write a run's numbers as JSON; a request's are arrival, start, first token, end (s) and tokens"
     def times(m): return [m.arrival, m.scheduled_at, *m.token_times[:1], m.finished_at, len(m.token_times)]
     d = dict(command=shlex.join(['cbatch', *sys.argv[1:]]), **facts, questions={a.name: a.question for a in asks}, runs={
-        r.name: dict(summary=r.summary, draw_s=r.draw_s, requests={k: times(o.metrics) for k, o in r.outputs.items()}) for r in runs})
+        r.name: dict(summary=r.summary, requests={k: times(o.metrics) for k, o in r.outputs.items()}) for r in runs})
     d = json.loads(json.dumps(d), parse_float=lambda x: round(float(x), 4))
     Path(path).write_text(json.dumps(d, indent=1) + '\n', encoding='utf-8')
 

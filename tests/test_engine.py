@@ -34,7 +34,8 @@ def drain(llm):
 
 # --- bad input
 
-class Odd: pass
+class Odd:
+    def __repr__(self): return 'Odd()'
 
 BAD_PROMPTS = {'empty': [], 'empty text': '', 'unknown id': [258], 'negative id': [-1], 'bool': [True, 5], 'float': [1., 2.], 'none': None,
                'nested': [[1, 2]], 'bytes': b'ab',

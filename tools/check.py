@@ -13,7 +13,8 @@ ALL = '--all' in sys.argv
 
 def sh(*cmd, cwd=ROOT, **env):
     "Run a command in sight of everybody; end here if it fails"
-    env = {**os.environ, 'TRITON_INTERPRET': '1', 'HF_HUB_OFFLINE': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1', **env}
+    env = {**os.environ, 'TRITON_INTERPRET': '1', 'HF_HUB_OFFLINE': '1', 'PIP_DISABLE_PIP_VERSION_CHECK': '1',
+           'OMP_WAIT_POLICY': 'PASSIVE', **env}   # spinning threads starve each other on few cores
     rc = subprocess.run([str(c) for c in cmd], cwd=cwd, env=env, stdin=subprocess.DEVNULL).returncode
     if rc: sys.exit(f"FAILED ({rc}): {' '.join(map(str, cmd)).partition(chr(10))[0]}")
 
@@ -44,7 +45,8 @@ def notebooks():
 
 def tests():
     "pytest"
-    sh(sys.executable, '-m', 'pytest', '-q', '--durations=5', *(['-m', ''] if ALL else []), 'tests')
+    sh(sys.executable, '-m', 'pytest', '-q', '-n', WORKERS, '--dist', 'loadfile', '--durations=5', *(['-m', ''] if ALL else []), 'tests',
+       OMP_NUM_THREADS=str(max(1, CORES // WORKERS)))
 
 def outputs():
     "a re-run of every notebook stores what is stored"
