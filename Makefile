@@ -13,6 +13,7 @@ help:
 	@echo "make test-all  the same with what is slow, and every notebook's stored outputs"
 	@echo "make docs      build the site into _docs"
 	@echo "make nbs       run notebooks and store their outputs (some: NBS='nbs/00_core.ipynb')"
+	@echo "make bench     measure again what the docs show (half an hour); writes bench/records"
 	@echo "make hooks     nbdev's hooks for git and Jupyter, for those who edit notebooks"
 	@echo "make clean     remove what was built (.venv stays)"
 
@@ -41,6 +42,9 @@ docs: $(READY)
 nbs: $(READY)
 	@$(BIN)/python tools/run_nbs.py $(NBS)
 
+bench: $(READY)
+	@for b in anatomy memory sampling invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+
 hooks: $(READY)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" nbdev_install_hooks
 
@@ -48,4 +52,4 @@ clean:
 	rm -rf _docs _proc build dist *.egg-info nbdev.yml sidebar.yml .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all docs nbs hooks clean
+.PHONY: help demo test test-all docs nbs bench hooks clean
