@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['unscored', 'Batch', 'pack', 'pool_blocks', 'ModelRunner']
 
-# %% ../nbs/06_ragged_batch.ipynb #bdad6a43
+# %% ../nbs/06_ragged_batch.ipynb #d27a3d3a
 import torch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
@@ -96,7 +96,7 @@ class ModelRunner:
         now = perf_counter(); self.spent[what] += now - since
         return now
 
-# %% ../nbs/06_ragged_batch.ipynb #e499ab46
+# %% ../nbs/06_ragged_batch.ipynb #a1825aed
 @patch
 @torch.no_grad()
 def execute(self:ModelRunner,
@@ -109,7 +109,10 @@ def execute(self:ModelRunner,
     batch = pack(plan, self.config.block_size, self.model.device, self.model.max_len)
     self.backend.prepare(batch.meta); t = self._lap('pack', t)
     logits = self.forward(batch); t = self._lap('forward', t)
-    out = self._sample(batch, logits); self._lap('sample', t)
+    try: out = self._sample(batch, logits)
+    except torch.OutOfMemoryError: raise
+    except Exception: out = self._one_by_one(batch)
+    self._lap('sample', t)
     return out
 
 @patch
@@ -148,4 +151,19 @@ def _sample(self:ModelRunner, batch:Batch, logits:torch.Tensor)->StepOutput:
         got = sample(logits[:n], [self._state(r) for r in rs])
         out.sampled = {r.request_id: t for r, t in zip(rs, got.ids) if t is not None}
         out.errors, out.logprobs = ({rs[i].request_id: x for i, x in d.items()} for d in (got.errors, got.logprobs))
+    return out
+
+# %% ../nbs/06_ragged_batch.ipynb #e24a9b6d
+@patch
+def _one_by_one(self:ModelRunner, batch:Batch)->StepOutput:
+    "Sample row by row after the whole has failed; an exception is the error of its own request"
+    logits, n, out = self.forward(batch), len(batch.sampling), StepOutput()
+    parts = [(replace(batch, sampling=[r], scoring=[]), logits[i:i+1]) for i, r in enumerate(batch.sampling)]
+    parts += [(replace(batch, sampling=[], scoring=[x]), logits[n+i:n+i+1]) for i, x in enumerate(batch.scoring)]
+    for one, rows in parts:
+        r = one.sampling[0] if one.sampling else one.scoring[0][0]
+        try: got = self._sample(one, rows)
+        except Exception as e: out.errors[r.request_id] = f'{type(e).__name__}: {e}'; continue
+        out.sampled.update(got.sampled); out.errors.update(got.errors); out.logprobs.update(got.logprobs)
+        for k, v in got.prompt_logprobs.items(): out.prompt_logprobs.setdefault(k, []).extend(v)
     return out

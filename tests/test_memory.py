@@ -185,3 +185,31 @@ def test_cost_of_bookkeeping_does_not_grow_with_the_queue():
     names.clear()
     for _ in range(16): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: 1 for x in p.scheduled}))
     assert len(names) == len(s.running) == 256                # one block each in sixteen steps
+
+def test_an_exception_in_sampling_ends_one_request(tiny, monkeypatch):
+    "Its mates keep their tokens, whichever row it is"
+    prompts = [[i + 1, 2, 3] for i in range(4)]
+    for bad in range(4):
+        with LLM(tiny, block_size=4, num_blocks=40, check=True) as llm:
+            real, ids = llm.runner._state, [llm.add(p, P) for p in prompts]
+            def state(r):
+                if r.request_id == ids[bad] and len(r.output_ids) == 3: raise RuntimeError('cannot sample')
+                return real(r)
+            monkeypatch.setattr(llm.runner, '_state', state)
+            done = {}
+            while llm.has_unfinished: done.update({o.request_id: o for o in llm.step() if o.finished})
+            for i, p in zip(ids, prompts):
+                ref, got = generate_ref(tiny, p, P).token_ids, done[i].outputs[0]
+                if i == ids[bad]: assert got.finish_reason == 'error' and 'cannot sample' in done[i].error and got.token_ids == ref[:3]
+                else: assert got.finish_reason == 'length' and got.token_ids == ref
+            assert llm.num_free_blocks == llm.num_blocks
+
+def test_eight_streams_are_dropped(tiny):
+    "Blocks are back at once, and the next request is served as ever"
+    with LLM(tiny, block_size=4, num_blocks=60, max_num_seqs=8, check=True) as llm:
+        streams = [llm.stream([i + 1, 5, 6], P) for i in range(8)]
+        for s in streams: next(s)
+        assert llm.num_free_blocks < llm.num_blocks
+        for s in streams: s.close()
+        assert llm.num_free_blocks == llm.num_blocks and not llm.has_unfinished
+        assert llm.generate([1, 5, 6], P, use_tqdm=False)[0].outputs[0].token_ids == generate_ref(tiny, [1, 5, 6], P).token_ids
