@@ -1,11 +1,12 @@
 """What a step of sampling costs for 64 requests with mixed options: python bench/sampling.py [--threads 2]  Writes bench/records/sampling.json.
 
+Both ways to sample, in C++ (native, built here if there is a compiler) and in torch, beside torch's own softmax, argmax and sort of the same logits.
 Each figure is the best of many repeats, in turns, so that a busy moment of the machine hurts none alone; the load average stands beside them."""
 import argparse, json, os, platform, random, sys, time
 from pathlib import Path
 import torch, transformers
 from cbatch import SamplingParams
-from cbatch.sampling import SamplerState, sample
+from cbatch.sampling import FAST, SamplerState, _sample_native, _sample_torch
 
 KINDS = {'greedy': dict(temperature=0), 'temperature': dict(temperature=.8), 'top_k': dict(top_k=40), 'top_p': dict(temperature=.7, top_p=.9), 'min_p': dict(min_p=.05),
          'top_k, top_p and penalty': dict(temperature=.8, top_k=50, top_p=.95, repetition_penalty=1.1),
@@ -39,7 +40,10 @@ def main():
     torch.set_num_threads(a.threads)
     x = logits(a)
     work = {'softmax (torch)': lambda y: y.softmax(-1), 'argmax (torch)': lambda y: y.argmax(-1), 'sort (torch)': lambda y: y.sort(-1)}
-    for name, kinds in {'mixed': list(KINDS.values()), **{k: [v] for k, v in KINDS.items()}}.items(): work[name] = lambda y, s=requests(kinds, a): sample(y, s)
+    os.environ['CBATCH_NATIVE'] = '1'; FAST.build()
+    ways = dict(torch=_sample_torch) | (dict(native=lambda y, s: _sample_native(FAST.lib, y, s)) if FAST.lib else {})
+    for name, kinds in {'mixed': list(KINDS.values()), **{k: [v] for k, v in KINDS.items()}}.items():
+        for way, f in ways.items(): work[f'{name} ({way})'] = lambda y, f=f, s=requests(kinds, a): f(y, s)
     best = dict.fromkeys(work, float('inf'))
     for i in range(a.repeats):
         for name, f in work.items():
@@ -47,11 +51,13 @@ def main():
             y = x.clone()
             start = time.perf_counter(); f(y); best[name] = min(best[name], time.perf_counter() - start)
     ms = {k: round(1000 * t, 3) for k, t in best.items()}
-    rec = dict(command=' '.join(['python bench/sampling.py', *sys.argv[1:]]), **vars(a), **machine(), transformers=transformers.__version__, load_average=os.getloadavg()[0], ms_per_step=ms, mixed_over_greedy_ms=round(ms['mixed'] - ms['greedy'], 3))
+    rec = dict(command=' '.join(['python bench/sampling.py', *sys.argv[1:]]), **vars(a), **machine(), transformers=transformers.__version__, load_average=os.getloadavg()[0], ms_per_step=ms,
+               mixed_over_greedy_ms={w: round(ms[f'mixed ({w})'] - ms[f'greedy ({w})'], 3) for w in ways}, mixed_over_softmax={w: round(ms[f'mixed ({w})'] / ms['softmax (torch)'], 2) for w in ways})
     out = Path(__file__).parent/'records'/'sampling.json'
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(rec, indent=1) + '\n')
-    for k, v in ms.items(): print(f'{k:36} {v:8.3f} ms a step')
-    print(f"mixed over greedy: {rec['mixed_over_greedy_ms']} ms   -> {out}")
+    for k, v in ms.items(): print(f'{k:44} {v:8.3f} ms a step')
+    for w in ways: print(f"{w}: mixed costs {rec['mixed_over_greedy_ms'][w]} ms over greedy, and {rec['mixed_over_softmax'][w]} times torch's softmax")
+    print(f'-> {out}')
 
 if __name__ == '__main__': main()

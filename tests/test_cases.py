@@ -1,6 +1,9 @@
 "Situations that engines have stumbled over; each is followed by silence and by a request that is served as ever"
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 from cbatch import CapacityError, SamplingParams
+from cbatch.model import CausalLM, tiny_lm
 from cbatch.token_loop import generate_ref
 from harness import quiet
 
@@ -123,6 +126,19 @@ def test_characters_over_several_tokens(scripted, tiny, text):
         assert not any('\ufffd' in p for p in pieces[:-1])
     ends_well(llm, tiny)
 
+# 13
+def test_four_samples(engine, tiny):
+    "All differ; the set repeats; sample i depends neither on n nor on its mates"
+    params = dict(seed=7, temperature=1, max_tokens=6)
+    def ask(n, *mates):
+        llm = engine()
+        outs = llm.generate([[1, 2, 3], *mates], [sp(n=n, **params), *[sp(temperature=.5, seed=1)] * len(mates)], use_tqdm=False)
+        ends_well(llm, tiny)
+        return [c.token_ids for c in outs[0].outputs]
+    four = ask(4)
+    assert len(set(map(tuple, four))) == 4 and ask(4) == four and ask(2) == four[:2] and ask(4, [1, 2, 3], [9] * 20) == four and ask(1) == four[:1]
+    assert four == [generate_ref(tiny, [1, 2, 3], sp(**params), sample_index=i).token_ids for i in range(4)]
+
 # 14
 @pytest.mark.parametrize('prompt,kw', [([], {}), ('', {}), ([1], dict(logit_bias={258: 5.})), ([1], dict(logit_bias={10**6: 5.})), ([1], dict(stop_token_ids=[258])), ([258], {})], ids=repr)
 def test_nothing_to_start_from_and_ids_that_do_not_exist(engine, tiny, prompt, kw):
@@ -147,6 +163,50 @@ def test_what_stop_may_be(scripted, tiny):
     for bad in ('', [''], ['X', '']):
         with pytest.raises(ValueError): SamplingParams(stop=bad)
     ends_well(llm, tiny)
+
+# 16
+SAYING = ' the cat sat on the mat; the  한 cat, naïvely, sat\n on  the other mat 👋 .'
+
+def trained(kind):
+    "A tokenizer that learned its pieces from one sentence: bytes below, as GPT-2's, or words that begin with a mark, as Llama's"
+    tok = Tokenizer(models.BPE(unk_token=None if kind == 'bytes' else '<unk>'))
+    tok.pre_tokenizer, tok.decoder = (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()) if kind == 'bytes' else (pre_tokenizers.Metaspace(), decoders.Metaspace())
+    tok.train_from_iterator([SAYING], trainers.BpeTrainer(vocab_size=310, min_frequency=1, special_tokens=['</s>', '<unk>'], show_progress=False,
+                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if kind == 'bytes' else []))
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='</s>', clean_up_tokenization_spaces=False)
+
+@pytest.mark.parametrize('kind', ['bytes', 'pieces'])
+def test_streamed_is_whole(scripted, kind):
+    "Also the space at the start, which the first kind keeps and the second takes for the mark of a word"
+    lm = CausalLM(tiny_lm('llama', vocab_size=320).hf_model, trained(kind), kind)
+    encode = lambda text: lm.tokenizer.encode(text, add_special_tokens=False)
+    texts = [SAYING, 'cat', ' cat', '  the cat', 'the', ' \n']
+    llm = scripted({f'{"cat " * i}mat': encode(t) for i, t in enumerate(texts)}, model=lm, max_model_len=100)
+    for i, t in enumerate(texts):
+        pieces, c = told(llm, f'{"cat " * i}mat', sp(max_tokens=len(encode(t))))
+        assert c.text == lm.tokenizer.decode(encode(t)) and (kind == 'pieces' or c.text == t)
+    assert len(told(llm, 'mat', sp(max_tokens=len(encode(SAYING))))[0]) > 10
+    assert told(llm, 'cat cat mat', sp(max_tokens=20))[1].text.startswith(' cat' if kind == 'bytes' else 'cat')
+    quiet(llm)
+
+# 17
+def test_log_probabilities_with_and_without_others(engine, tiny):
+    "0: each token's own alone; k: k others at most beside it; None: none at all; what can't be meant is refused"
+    llm = engine()
+    outs = llm.generate([NEXT] * 4, [sp(logprobs=k, prompt_logprobs=k) for k in (None, 0, 3, 20)], use_tqdm=False)
+    ids = solo(tiny, NEXT, sp()).token_ids
+    for o, k in zip(outs, (None, 0, 3, 20)):
+        c = o.outputs[0]
+        assert c.token_ids == ids
+        if k is None: assert (c.logprobs, c.cumulative_logprob, o.prompt_logprobs) == (None, None, None); continue
+        assert o.prompt_logprobs[0] is None
+        for scores, tokens in (c.logprobs, ids), (o.prompt_logprobs[1:], NEXT[1:]):
+            assert [next(iter(d)) for d in scores] == tokens and all(len(d) == k + (d[t].rank > k) if k else len(d) == 1 for d, t in zip(scores, tokens))
+    for kw in dict(logprobs=-1), dict(logprobs=21), dict(logprobs=True), dict(logprobs=1.5), dict(prompt_logprobs=-1), dict(prompt_logprobs='all'):
+        with pytest.raises(ValueError, match=next(iter(kw))): SamplingParams(**kw)
+    ends_well(llm, tiny)
+
+# 18, `stream_options`, is the server's alone: the engine counts tokens in every output, and knows no such option
 
 # 19
 @pytest.mark.parametrize('k', [1, 2, 5])

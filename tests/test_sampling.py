@@ -1,18 +1,37 @@
 "Every sampling option: against transformers' processors, against its definition, against the request alone, whatever its mates want"
-import math, random
+import functools, math, os, platform, random
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import permutations
 from unittest.mock import patch
 import numpy as np, pytest, torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
-from cbatch import LLM, SamplingParams
+from cbatch import LLM, SamplingParams, sampling
 from cbatch.core import MAX_SCORES, check_ids
 from cbatch.model import tiny_lm
-from cbatch.sampling import Blocks, SamplerState, bad_word_ids, distribution, edit_logits, sample, score, uniform
+from cbatch.native import KERNELS, Native
+from cbatch.sampling import CPP, FAST, Blocks, SamplerState, bad_word_ids, distribution, edit_logits, sample, score, uniform
 from cbatch.token_loop import TIE, generate_ref
 
 def noise(rows, vocab, seed=0, scale=3.): return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 def chi2_limit(df): return df + 4.5 * math.sqrt(2 * df) + 10      # passed once in some 100,000 tests
 def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=8, ignore_eos=True) | kw)
+
+@functools.cache
+def native():
+    "The library in C++, built if it was not, or the reason why not"
+    with patch.dict(os.environ, CBATCH_NATIVE='1'): return FAST._load() if FAST.build() else 'no C++ compiler that works'
+
+@pytest.fixture(params=['torch', 'native', 'device'])
+def way(request, monkeypatch):
+    "The ways to sample; that of a GPU runs on a CPU as well"
+    if request.param == 'native' and isinstance(native(), str): pytest.skip(native())
+    monkeypatch.setattr(FAST, 'lib', native() if request.param == 'native' else None)
+    if request.param == 'device': monkeypatch.setattr(sampling, '_sample_torch', sampling._sample_device)
+    return request.param
+
+each_way = pytest.mark.usefixtures('way')
 
 # --- transformers' processors
 
@@ -65,6 +84,7 @@ def test_options_together_are_those_of_transformers(seed):
     kw['temperature'] = kw['temperature'] or 1
     same(SamplingParams(**kw), noise(3, 300, seed))
 
+@each_way
 def test_equal_logits_stay_or_go_together():
     "transformers' top_k keeps all that equal the k-th; its top_p takes some of them, by chance, and ours all"
     x = torch.tensor([[1., 3, 3, 2, 3, 0]])
@@ -81,6 +101,7 @@ def expected_draw(x, state):
     cdf = probs.cumsum(0) / probs.sum()
     return {int(torch.searchsorted(cdf, torch.tensor(min(max(u + d, 0), 1 - 1e-9), dtype=torch.float64), right=True)) for d in (-1e-5, 0, 1e-5)}
 
+@each_way
 @pytest.mark.parametrize('vocab', [1, 7, 127, 128, 129, 1000])
 def test_each_draw_is_where_the_random_number_says(vocab):
     rng, x = random.Random(vocab), noise(64, vocab, vocab)
@@ -92,6 +113,7 @@ def test_each_draw_is_where_the_random_number_says(vocab):
         if s.params.greedy: assert got.ids[i] == int(distribution(x[i:i+1], [s]).argmax())
         else: assert got.ids[i] in expected_draw(x[i:i+1], s)
 
+@each_way
 @pytest.mark.parametrize('kw', [dict(), dict(temperature=2.5), dict(top_p=.05), dict(top_p=.5), dict(top_p=.97), dict(top_k=30, top_p=.6), dict(min_p=.03, top_p=.8), dict(temperature=.6, top_k=7),
                                 dict(repetition_penalty=1.4, frequency_penalty=.3, top_p=.9)], ids=str)
 def test_draws_have_the_defined_distribution(kw):
@@ -107,6 +129,7 @@ def test_draws_have_the_defined_distribution(kw):
     obs, want = obs[want > 0], want[want > 0]
     assert ((obs - want) ** 2 / want).sum() < chi2_limit(len(obs) - 1)
 
+@each_way
 def test_extremes_are_drawn_rightly():
     for x in (torch.full((1, 300), -1e4), torch.full((1, 300), 3e4), torch.linspace(-1e30, 1e30, 300)[None], torch.tensor([[0.] + [-math.inf] * 299])):
         for kw in dict(), dict(temperature=1e-5), dict(temperature=100), dict(min_p=1), dict(top_p=1e-9), dict(top_k=3):
@@ -114,15 +137,24 @@ def test_extremes_are_drawn_rightly():
             got, exact = sample(x.repeat(20, 1), s), distribution(x, s[:1])[0]
             assert not got.errors and all(exact[t] > 0 for t in got.ids)
 
+@each_way
+def seed_for(u):
+    "The seed whose first random number is `u`: each step of `uniform` can be undone"
+    bits, golden, h = (1 << 64) - 1, 0x9E3779B97F4A7C15, int(u * 2 ** 53) << 11
+    for _ in range(3):
+        for shift, factor in (31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1): h = (h ^ h >> shift ^ h >> 2 * shift) * pow(factor, -1, 1 << 64) & bits
+        h = h - golden & bits
+    return h
+
 @pytest.mark.parametrize('u', [0., 2. ** -53, 1 - 2. ** -53])
 def test_the_first_and_the_last_random_number(u):
     "Even they bring no token that can't come: blocks at the ends may hold nothing, or next to nothing"
     x = noise(6, 700, 1, 4.)
     x[0, :200] = -math.inf; x[1, 600:] = -math.inf; x[2, :300] = -60; x[3, 400:] = -60; x[4] = -60; x[4, 350] = 0; x[5, 1:] = -math.inf
-    with patch('cbatch.sampling.uniform', lambda seeds, *_: np.full(len(seeds), u)):
-        for kw in dict(), dict(temperature=.05), dict(temperature=1e-5), dict(top_k=5), dict(min_p=.1), dict(top_p=.01), dict(top_k=9, top_p=.5, temperature=.01):
-            all_states = [SamplerState(SamplingParams(**kw)) for _ in x]
-            assert all(p[t] > 0 for p, t in zip(distribution(x, all_states), sample(x.clone(), all_states).ids))
+    assert uniform([seed_for(u)], [0])[0] == u
+    for kw in dict(), dict(temperature=.05), dict(temperature=1e-5), dict(top_k=5), dict(min_p=.1), dict(top_p=.01), dict(top_k=9, top_p=.5, temperature=.01):
+        all_states = [SamplerState(SamplingParams(**kw), seed=seed_for(u)) for _ in x]
+        assert all(p[t] > 0 for p, t in zip(distribution(x, all_states), sample(x.clone(), all_states).ids))
 
 # --- random numbers
 
@@ -161,6 +193,7 @@ def crowd(seed, vocab, n=40):
         return SamplerState(SamplingParams(**kw), rng.choices(range(vocab), k=9), said, rng.getrandbits(64), rng.randrange(4), [1, 2], [[4], [said[-1] if said else 3, 6]] if kw.get('bad_words') else ())
     return [one(i) for i in range(n)]
 
+@each_way
 @pytest.mark.parametrize('vocab', [11, 258, 5000])
 @pytest.mark.parametrize('seed', range(4))
 def test_a_row_is_what_it_is_alone(seed, vocab):
@@ -175,6 +208,7 @@ def test_a_row_is_what_it_is_alone(seed, vocab):
             assert (a is None) == (b is None)
             if a: assert list(a) == list(b) and all(abs(a[t].logprob - b[t].logprob) < 1e-5 and a[t].rank == b[t].rank for t in a)
 
+@each_way
 @pytest.mark.parametrize('poison', [math.nan, math.inf, -math.inf])
 def test_a_bad_row_has_its_own_error(poison):
     all_states, x = crowd(9, 258), noise(40, 258)
@@ -186,6 +220,7 @@ def test_a_bad_row_has_its_own_error(poison):
     assert all(got.ids[i] == clean.ids[i] and got.logprobs.get(i) == clean.logprobs.get(i) for i in range(40) if i not in hurt)
     assert all(got.ids[i] is None and i not in got.logprobs for i in got.errors)
 
+@each_way
 def test_everything_forbidden():
     forbid = SamplerState(SamplingParams(allowed_token_ids=[3, 4], min_tokens=2, logprobs=1), [1], [], stop_ids=[3], bad_words=[[4]])
     got = sample(noise(2, 50), [forbid, SamplerState(SamplingParams(temperature=0))])
@@ -208,6 +243,7 @@ def test_blocks_find_what_a_full_search_finds(vocab):
         vals, ids = b.largest(torch.tensor([4, 1]), k)
         assert torch.equal(vals, x[[4, 1]].topk(k).values) and torch.equal(x[[4, 1]].gather(1, ids), vals)
 
+@each_way
 def test_logits_of_half_precision():
     x = noise(30, 300).bfloat16()
     got = sample(x.clone(), [SamplerState(SamplingParams(top_p=.8, logprobs=2), seed=i) for i in range(30)])
@@ -216,6 +252,7 @@ def test_logits_of_half_precision():
 
 # --- log probabilities
 
+@each_way
 def test_log_probabilities_are_raw():
     "Options that change or forbid leave them alone; the rank is that of the model"
     x = noise(3, 300); lp = x.log_softmax(-1)
@@ -230,6 +267,7 @@ def test_log_probabilities_are_raw():
 @torch.no_grad()
 def raw(lm, ids): return lm.hf_model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
+@each_way
 def test_log_probabilities_of_an_answer(engine, tiny):
     llm = engine()
     prompts = [[1, 2, 3], list(range(20, 50)), [7]]
@@ -265,6 +303,96 @@ def test_rows_that_nobody_asks_for_have_no_logits(engine):
     llm.generate([list(range(20)), [1, 2]], [sp(max_tokens=2, prompt_logprobs=0), sp(max_tokens=2)], use_tqdm=False)
     assert rows == [2, 2, 21, 2]
 
+# --- C++ against torch
+
+@contextmanager
+def shifted(d):
+    "Torch's way, with random numbers a little off"
+    with patch('cbatch.sampling.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)), patch.object(FAST, 'lib', None): yield
+
+def near(x, state):
+    "Every token that torch's way gives one row if its random numbers, `top_p` or `min_p` are a hundred-thousandth off"
+    p, ids = state.params, set()
+    for more in (0, -1e-5, 1e-5):
+        state.params = replace(p, top_p=min(1, max(1e-9, p.top_p + more * (p.top_p < 1))), min_p=min(1, max(0, p.min_p * (1 + more))))
+        for d in (0, -1e-5, 1e-5):
+            with shifted(d): ids.update(sample(x.clone(), [state]).ids)
+    state.params = p
+    return ids
+
+def in_both(x, all_states):
+    if isinstance(native(), str): pytest.skip(native())
+    out = []
+    for lib in (None, native()):
+        with patch.object(FAST, 'lib', lib): out.append(sample(x.clone(), all_states))
+    return out
+
+@pytest.mark.parametrize('vocab', [11, 258, 1000, 5001])
+def test_cpp_gives_what_torch_gives(vocab):
+    "28,000 draws in all: the same token, unless the random number lies within rounding of a border; the same errors; the same scores"
+    apart = []
+    for seed in range(10):
+        all_states, x = crowd(seed, vocab, 700), noise(700, vocab, seed)
+        ours, theirs = in_both(x, all_states)[::-1]
+        assert ours.errors == theirs.errors and set(ours.logprobs) == set(theirs.logprobs)
+        apart += [(x[i:i+1], s, a) for i, (s, a, b) in enumerate(zip(all_states, ours.ids, theirs.ids)) if a != b]
+        for i, a in ours.logprobs.items():
+            b = theirs.logprobs[i]
+            if ours.ids[i] == theirs.ids[i]: assert list(a) == list(b) and all(abs(a[t].logprob - b[t].logprob) < 1e-5 and a[t].rank == b[t].rank for t in a)
+    assert len(apart) < 9, f'{len(apart)} apart'
+    assert all(not s.params.greedy and a in near(x, s) for x, s, a in apart)
+
+@pytest.mark.parametrize('vocab', [258, 49_153])
+@pytest.mark.parametrize('rows', [1, 64])
+def test_cpp_takes_logits_of_every_shape(rows, vocab):
+    "Half precision, rows or columns that are not neighbours in memory, one thread or two, in any order: the same tokens and scores, to the bit"
+    if isinstance(native(), str): pytest.skip(native())
+    all_states, x = crowd(3, vocab, rows), noise(rows, vocab, 3).bfloat16().float()
+    order = random.Random(4).sample(range(rows), rows)
+    with patch.object(FAST, 'lib', native()):
+        want = sample(x, all_states)
+        assert sum(t is not None for t in want.ids) > rows // 2
+        wide = torch.full((rows, 2 * vocab + 3), math.nan); wide[:, 1:2*vocab+1:2] = x
+        padded = torch.full((rows + 1, vocab + 5), math.nan); padded[1:, 5:] = x
+        for y in x.bfloat16(), padded.bfloat16()[1:, 5:], x.half() if x.half().float().equal(x) else x, wide[:, 1:2*vocab+1:2], padded[1:, 5:], x.t().contiguous().t(), x.double(): assert sample(y, all_states) == want
+        shuffled = sample(x[order], [all_states[i] for i in order])
+        assert shuffled.ids == [want.ids[i] for i in order] and shuffled.logprobs == {j: want.logprobs[i] for j, i in enumerate(order) if i in want.logprobs}
+        for n in (2, 1):
+            with patch('torch.get_num_threads', lambda: n): assert sample(x, all_states) == want
+
+@pytest.mark.skipif(platform.machine() != 'x86_64', reason='names a processor of that family')
+def test_cpp_is_the_same_on_a_processor_with_small_registers(tmp_path, monkeypatch):
+    "To the bit: nothing is summed in another order or rounded otherwise"
+    if isinstance(native(), str): pytest.skip(native())
+    for k, v in dict(CBATCH_CACHE=str(tmp_path), CBATCH_NATIVE='1').items(): monkeypatch.setenv(k, v)
+    with patch.dict(KERNELS): (old := Native('old', CPP, FAST.functions, flags=('-march=x86-64', '-O1'))).build()
+    for vocab in 258, 5001:
+        all_states, x = crowd(5, vocab, 300), noise(300, vocab, 5)
+        with patch.object(FAST, 'lib', native()): want = sample(x, all_states)
+        with patch.object(FAST, 'lib', old.lib): assert sample(x, all_states) == want
+
+def test_the_way_of_a_gpu_reads_once():
+    "Nothing waits for the device but the read of tokens and errors, whatever is asked; log probabilities are further reads of those who want them"
+    reads = []
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            name = f.__name__.split('.')[0]
+            if name in ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select', 'unique2', 'is_nonzero'): reads.append(name)
+            if name in ('index', 'index_put', 'index_put_') and any(i is not None and i.dtype == torch.bool for i in args[1]): reads.append('index by a mask')
+            return f(*args, **(kwargs or {}))
+    rng, kinds = random.Random(0), [dict(temperature=0), dict(top_k=5), dict(top_p=.7), dict(min_p=.1), dict(presence_penalty=1., logit_bias={3: 2.}), dict(allowed_token_ids=[4, 5]), dict(min_tokens=9)]
+    states = [SamplerState(SamplingParams(**k), [1, 2], [3], rng.randrange(99), 0, [0]) for k in kinds * 3]
+    tolist, lists = torch.Tensor.tolist, []
+    with patch.object(torch.Tensor, 'tolist', lambda x: (lists.append(x.shape), tolist(x))[1]), Counting(): got = sampling._sample_device(noise(len(states), 300), states)
+    assert lists == [(2, len(states))] and not reads and not got.errors
+
+def test_cpp_writes_no_token_that_is_not_there():
+    "Ids beyond the vocabulary can't come anyway, and must not be written into the memory behind"
+    if isinstance(native(), str): pytest.skip(native())
+    far = [-1, 300, 2**40]
+    s = SamplerState(SamplingParams(temperature=0, repetition_penalty=2, logit_bias={300: 1., 2**40: 2.}, allowed_token_ids=[5, 300], min_tokens=3), far[1:], [], stop_ids=far, bad_words=[[300]])
+    with patch.object(FAST, 'lib', native()): assert sample(noise(1, 300), [s]).ids == [5]
+
 # --- through the engine
 
 @torch.no_grad()
@@ -280,7 +408,7 @@ def agrees(lm, prompt, params, ours, ref, index):
         return {ours[at], ref[at]} == set(top.indices.tolist()) and float(top.values[0] - top.values[1]) < TIE
     near = set()
     for d in (-1e-4, 0, 1e-4):
-        with patch('cbatch.sampling.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)): near.update(sample(x.clone(), [state]).ids)
+        with shifted(d): near.update(sample(x.clone(), [state]).ids)
     return {ours[at], ref[at]} <= near
 
 def draw_request(rng, lm):
@@ -293,6 +421,7 @@ def draw_request(rng, lm):
     if kw['n'] > 1: kw['temperature'] = kw['temperature'] or 1
     return [rng.randrange(256) for _ in range(rng.randint(1, 25))], SamplingParams(**kw)
 
+@each_way
 @pytest.mark.parametrize('seed', range(8))
 def test_random_options_for_every_request_of_a_batch(tiny, seed):
     "A pool that is too small, shared prefixes, states lost on the way: each answer is the oracle's"
@@ -317,13 +446,7 @@ def test_random_options_for_every_request_of_a_batch(tiny, seed):
                 if params.logprobs is not None:
                     for a, b in zip(c.logprobs, ref.logprobs): assert all(abs(a[t].logprob - b[t].logprob) < 1e-3 for t in a if t in b)
 
-def test_four_samples(engine, tiny):
-    "Case 13: all differ; the set repeats; sample i depends neither on n nor on its mates"
-    ask = lambda n, *mates: [c.token_ids for c in engine().generate([[1, 2, 3], *mates], [sp(n=n, seed=7, temperature=1, max_tokens=6), *[sp(temperature=.5, seed=1)] * len(mates)], use_tqdm=False)[0].outputs]
-    four = ask(4)
-    assert len(set(map(tuple, four))) == 4 and ask(4) == four and ask(2) == four[:2] and ask(4, [1, 2, 3], [9] * 20) == four and ask(1) == four[:1]
-    assert four == [generate_ref(tiny, [1, 2, 3], sp(seed=7, temperature=1, max_tokens=6), sample_index=i).token_ids for i in range(4)]
-
+@each_way
 def test_the_end_at_the_last_token(engine, tiny):
     "Case 19, and what min_tokens makes of it"
     llm, prompt = engine(), [3, 1, 4]
@@ -336,6 +459,7 @@ def test_the_end_at_the_last_token(engine, tiny):
         said, why = ends(max_tokens=6, min_tokens=k, stop_token_ids=[free[k-1]])          # it can't come as token k, but may come later
         assert said[:k-1] == free[:k-1] and free[k-1] not in said[:k] and (said[-1] == free[k-1]) == (why == 'stop')
 
+@each_way
 def test_bad_words_never_come(engine, tiny):
     llm = engine()
     prompts = [list(range(i, i + 9)) for i in range(6)]

@@ -1,0 +1,86 @@
+"C++ pieces: built once, found again, never in the way"
+import ctypes, subprocess, sys
+import pytest, torch
+from cbatch import native
+from cbatch.native import Native, build_all
+
+SOURCE = '#include <cstdint>\nextern "C" void twice(float* x, int64_t n) {\n    #pragma omp parallel for\n    for (int64_t i = 0; i < n; i++) x[i] *= 2;\n}'
+FUNCTIONS = dict(twice=[ctypes.c_void_p, ctypes.c_int64])
+needs_compiler = pytest.mark.skipif(native._compiler() is None or sys.platform == 'win32', reason='no C++ compiler')
+
+@pytest.fixture
+def piece(tmp_path, monkeypatch):
+    "Makes the same piece, as a new process would see it"
+    for k, v in dict(CBATCH_CACHE=str(tmp_path), CBATCH_NATIVE='1').items(): monkeypatch.setenv(k, v)
+    monkeypatch.setattr(native, 'KERNELS', {})
+    native._warn.cache_clear()
+    return lambda source=SOURCE, **kw: Native('piece', source, FUNCTIONS, **kw)
+
+def works(lib):
+    x = torch.arange(5.); lib.twice(x.data_ptr(), 5)
+    return x.tolist() == [0, 2, 4, 6, 8]
+
+@needs_compiler
+def test_nothing_is_built_by_itself_and_what_is_settled_stays(piece):
+    p = piece()
+    assert p.lib is None and p.find() is None
+    so = p.build()
+    assert p.lib is None and p.find() == so        # this one has gone without
+    assert works(piece().lib) and piece().build() == so
+
+@needs_compiler
+def test_no_compiler_is_no_error(piece, monkeypatch):
+    so = piece().build()
+    monkeypatch.setenv('PATH', ''); monkeypatch.delenv('CXX', raising=False)
+    p = piece()
+    with pytest.warns(UserWarning, match='no C\\+\\+ compiler.*torch') as seen: assert p.build() is None and p.build() is None and not any(build_all().values())
+    assert len(seen) == 1 and p.lib is None and so.exists()
+
+@needs_compiler
+def test_a_build_that_fails_or_a_folder_that_is_none(piece, monkeypatch, tmp_path):
+    for bad, what in (piece('int main( {'), 'failed'), (piece(flags=('--no-such-flag',)), 'failed'):
+        with pytest.warns(UserWarning, match=what): assert bad.build() is None
+    assert bad.lib is None and not list(tmp_path.rglob('*.so'))
+    (tmp_path/'file').write_text(''); monkeypatch.setenv('CBATCH_CACHE', str(tmp_path/'file'))
+    with pytest.warns(UserWarning, match='file'): assert piece().build() is None
+    assert piece().lib is None
+    monkeypatch.setenv('CBATCH_CACHE', str(tmp_path))
+    lacking = Native('piece', SOURCE, dict(thrice=[]))
+    assert lacking.build()
+    with pytest.warns(UserWarning, match='thrice'): assert lacking.lib is None
+
+@needs_compiler
+@pytest.mark.parametrize('content', [b'', b'nonsense', None], ids=['empty', 'nonsense', 'cut'])
+def test_a_damaged_file_is_not_there_and_is_built_again(piece, content):
+    so = piece().build()
+    whole = so.read_bytes()
+    so.unlink(); so.write_bytes(whole[:len(whole) // 2] if content is None else content)
+    p = piece()
+    assert p.find() is None and p.lib is None
+    assert p.build() == p.build() != None
+    assert works(piece().lib) and len(list(so.parent.glob('*.so'))) == 1
+
+@needs_compiler
+def test_another_processor_compiler_source_or_torch_finds_nothing(piece, monkeypatch, tmp_path):
+    piece().build()
+    assert piece(SOURCE + '\n').find() is None and piece(flags=('-g',)).find() is None and piece().find()
+    for what, name, value in (native, '_cpu', lambda: 'a 386'), (torch, '__version__', '1.0'), (torch.backends.cpu, 'get_cpu_capability', lambda: 'NO AVX'):
+        with monkeypatch.context() as m: m.setattr(what, name, value); assert piece().find() is None
+    other = tmp_path/'c++'; other.write_text('#!/bin/sh\nexit 1\n'); other.chmod(0o755)
+    monkeypatch.setenv('CXX', str(other)); assert piece().find() is None
+
+@needs_compiler
+def test_turned_off(piece, monkeypatch):
+    p = piece(); p.build()
+    monkeypatch.setenv('CBATCH_NATIVE', '0')
+    assert p.lib is None and build_all() == {}
+
+@needs_compiler
+def test_two_processes_at_once(piece, tmp_path):
+    "One compiles, the other waits and finds it; whoever dies leaves no lock"
+    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.model"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'    # no transformers
+    code = f'{light}\nfrom cbatch.native import Native\np = Native("piece", {SOURCE!r}, dict(twice=[ctypes.c_void_p, ctypes.c_int64]))\nprint(p.build()); assert p.lib'
+    ran = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [p.communicate(timeout=120) for p in ran]
+    assert [p.returncode for p in ran] == [0, 0] and said[0][0] == said[1][0] != 'None\n'
+    assert sum('compiling' in err for _, err in said) == 1 and len(list(tmp_path.rglob('*.so'))) == 1
