@@ -1,8 +1,9 @@
 """Check everything, in order, and stop at the first thing that is wrong: python tools/check.py [--all] [STEP ...]
 
-Steps: export clean notebooks tests docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
+Steps: export clean notebooks tests kernels docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
 import hashlib, os, shutil, subprocess, sys, tempfile, time, venv
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,12 @@ def notebooks():
 def tests():
     "pytest"
     sh(sys.executable, '-m', 'pytest', '-q', '-n', WORKERS, '--dist', 'loadfile', '--durations=5', *(['-m', ''] if ALL else []), 'tests',
-       OMP_NUM_THREADS=str(max(1, CORES // WORKERS)))
+       OMP_NUM_THREADS=str(max(1, CORES // WORKERS)), CBATCH_SOAK_S=os.environ.get('CBATCH_SOAK_S', '60'))
+
+def kernels():
+    "every kernel compiles for the GPUs that cbatch names; some of them, --all: all"
+    if not find_spec('triton'): return print(f'skipped: there is no Triton for {sys.platform}')
+    sh(sys.executable, 'tools/aot.py', *([] if ALL else ['--quick']))
 
 def outputs():
     "a re-run of every notebook stores what is stored"
@@ -87,7 +93,7 @@ def wheel():
 
 def main():
     named = [a for a in sys.argv[1:] if not a.startswith('-')]
-    steps = [export, clean, notebooks, tests, *([outputs] if ALL else []), docs, build, wheel]
+    steps = [export, clean, notebooks, tests, kernels, *([outputs] if ALL else []), docs, build, wheel]
     if named: steps = [globals()[n] for n in named]
     start = time.time()
     for i, step in enumerate(steps, 1):

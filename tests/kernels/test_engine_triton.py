@@ -1,0 +1,84 @@
+"The whole engine on the Triton kernels, interpreted: chunks, preemption, prefix hits and recorded steps, token for token as the oracle"
+import pytest, torch
+from cbatch import LLM, SamplingParams
+from cbatch.kernels import triton_backend
+from cbatch.kernels.triton_backend import DecodeGraphs, TritonBackend
+from cbatch.model import tiny_lm
+from cbatch.token_loop import generate_ref
+
+PROMPTS = [[5, 6, 7] * 4, [9], list(range(20, 29)), [5, 6, 7] * 3 + [1]]
+def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+
+def engine(lm, **kw): return LLM(lm, backend='triton', **dict(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, check=True) | kw)
+def answers(llm, n=5): return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(n), use_tqdm=False)]
+def alone(lm, n=5): return [generate_ref(lm, p, sp(n)).token_ids for p in PROMPTS]
+
+@pytest.mark.parametrize('arch', ['llama', 'qwen3'])
+@pytest.mark.parametrize('how', [dict(num_blocks=8), dict(num_blocks=8, preemption='swap'), dict(num_blocks=40, block_size=2, max_num_batched_tokens=5)], ids=['recompute', 'swap', 'small chunks'])
+def test_equals_the_oracle(arch, how):
+    lm = tiny_lm(arch)
+    with engine(lm, **how) as llm:
+        assert isinstance(llm.runner.backend, TritonBackend)
+        assert answers(llm) == alone(lm)
+        if how['num_blocks'] == 8: assert llm.metrics['num_preemptions'] > 0
+
+@pytest.mark.parametrize('arch', ['llama', 'qwen3'])
+def test_prefix_hits(arch):
+    "The second time the prompts are found in the cache; answers that share blocks, and forks that copy one, are the same"
+    lm = tiny_lm(arch)
+    with engine(lm) as llm:
+        first, again = answers(llm, 3), answers(llm, 3)
+        assert first == again == alone(lm, 3) and llm.metrics['num_cached_tokens'] > 8
+        forked = llm.generate([PROMPTS[0]], SamplingParams(n=2, temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)[0]
+        assert [c.token_ids for c in forked.outputs] == [first[0]] * 2
+
+@pytest.mark.parametrize('arch', ['mistral', 'gemma2'])
+def test_window_and_soft_cap(arch):
+    "Local layers see 16 tokens, which is fewer than these requests have; gemma2 caps its scores as well"
+    lm, prompt = tiny_lm(arch), list(range(40, 61))
+    with engine(lm) as llm: assert llm.generate([prompt], sp(4), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, prompt, sp(4)).token_ids
+
+def test_recorded_steps():
+    "Through the buffers, the ladder and the rows for nobody of recorded steps; the recording itself is a plain call here"
+    lm = tiny_lm('llama')
+    with engine(lm, num_blocks=7) as llm:
+        replayed = []
+        def record(run, pool): run(); return lambda: (replayed.append(1), run()), pool
+        llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, llm.max_model_len // 4, record=record)
+        llm.runner.warm_up()
+        assert answers(llm) == alone(lm)
+        assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.graphs.replays) == [1, 2, 3]
+
+def test_a_model_that_can_not_be_recorded(monkeypatch):
+    "It is said once, and steps are launched as before"
+    lm = tiny_lm('llama')
+    def record(run, pool): raise RuntimeError('operation not permitted when stream is capturing')
+    said = []
+    monkeypatch.setattr(triton_backend.log, 'warning', lambda text, *args: said.append(text % args))
+    with engine(lm) as llm:
+        llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, 40, record=record)
+        assert answers(llm, 2) == alone(lm, 2)
+    assert len(said) == 1 and "can't be recorded" in said[0] and 'capturing' in said[0]
+
+@pytest.mark.parametrize('e', [torch.OutOfMemoryError(''), KeyboardInterrupt()], ids=['out of memory', 'Ctrl-C'])
+def test_a_recording_that_stops_half_way(monkeypatch, e):
+    "Out of memory at the second size: none is used. Interrupted there: the rest is recorded later. The answers are the oracle's"
+    lm, runs = tiny_lm('llama'), []
+    monkeypatch.setattr(triton_backend.log, 'warning', lambda *args: None)
+    def record(run, pool):
+        runs.append(1)
+        if len(runs) == 2: raise e
+        run(); return run, pool
+    with engine(lm) as llm:
+        graphs = llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, 40, record=record)
+        if isinstance(e, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt): llm.runner.warm_up()
+        else: llm.runner.warm_up()
+        assert answers(llm, 3) == alone(lm, 3) and graphs.off == (not isinstance(e, KeyboardInterrupt)) and len(graphs.replays) == (0 if graphs.off else 3)
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match='power of two'): engine(tiny_lm('llama'), block_size=12)
+    import cbatch.kernels.triton_backend as tb
+    monkeypatch.setattr(tb, 'INTERPRETED', False)
+    with pytest.raises(ValueError, match='needs a GPU, or TRITON_INTERPRET=1'): engine(tiny_lm('llama'))
+    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(4, 4, 1, 1, 16, torch.float32, 'cuda')
