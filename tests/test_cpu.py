@@ -1,0 +1,169 @@
+"Attention in C++ and the lean model: every path gives the oracle's tokens, and a build that watches its bounds finds nothing"
+import math, os, platform, random, shutil, subprocess, sys
+import pytest, torch
+from cbatch import LLM, SamplingParams
+from cbatch.kernels import cpu, lean
+from cbatch.kv_blocks import slot_mapping
+from cbatch.model import tiny_lm
+from cbatch.native import Native
+from cbatch.paged_attention import AttnMeta, TorchBackend, best_backend, paged_attention_ref
+from cbatch.token_loop import generate_ref
+from harness import quiet
+
+needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    "These tests want C++, whatever the others do"
+    def forget():
+        for n in (cpu.ATTENTION, lean.LOOPS): n.__dict__.pop('lib', None)
+    monkeypatch.setenv('CBATCH_NATIVE', '1'); forget()
+    yield
+    forget()
+
+def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+
+def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=torch.float32, seed=0):
+    "Largest difference between a backend and the formula in float64; every slot that nobody owns holds NaN"
+    g = torch.Generator().manual_seed(seed)
+    order = (1 + torch.randperm(be.v[0].shape[0] - 1, generator=g)).tolist()
+    tables = [[order.pop() for _ in range(-(-n // bs))] for n in slens]
+    be.k[0].fill_(math.nan); be.v[0].fill_(math.nan)
+    kv = [torch.randn(2, K, n, D, generator=g).transpose(1, 2).to(dtype) for n in slens]
+    for t, x, n in zip(tables, kv, slens):
+        meta = AttnMeta([n], [n], torch.tensor([t]), torch.tensor(slot_mapping(t, 0, n, bs))); be.write(0, x[0], x[1], meta)
+    width, wrong = max(map(len, tables)), 2 ** 30
+    meta = AttnMeta(list(qlens), list(slens), torch.tensor([t + [wrong] * (width - len(t)) for t in tables]), None)
+    be.prepare(meta)
+    q = torch.randn(1, H, sum(qlens), D, generator=g)[0].transpose(0, 1).to(dtype)
+    out, at, worst = be.attend(0, q, meta, .2, window, softcap).double(), 0, 0.
+    for x, n, m in zip(kv, slens, qlens):
+        flat = x.double()[:, :, None]
+        ref = paged_attention_ref(q[at:at+m].double(), flat[0], flat[1], AttnMeta([m], [n], torch.arange(n)[None], None), .2, window, softcap)
+        worst, at = max(worst, (out[at:at+m] - ref).abs().max().nan_to_num(math.inf).item()), at + m
+    return worst
+
+def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype)
+
+@needs_compiler
+@pytest.mark.parametrize('dtype,tol', [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)], ids=['float32', 'bfloat16'])   # sums of some hundred terms; 8 bits of a result of about 1
+@pytest.mark.parametrize('H,K,D', [(9, 3, 64), (8, 8, 80), (14, 2, 96), (16, 2, 128), (9, 1, 256), (5, 1, 16)])
+def test_odd_shapes(H, K, D, dtype, tol):
+    rng = random.Random(H * D)
+    for bs in (16, 48, 128):
+        slens = [1, 15, 16, 17, 63, 64, 65, rng.randrange(100, 300)]
+        qlens = [rng.choice([1, 1, 2, n, (n + 1) // 2]) for n in slens]; qlens = [min(q, n) for q, n in zip(qlens, slens)]
+        for window, cap in ((None, None), (1, None), (17, 2.), (64, None)):
+            assert difference(backend(bs, K, D, slens, dtype), H, K, D, bs, qlens, slens, window, cap, dtype) < tol
+
+@needs_compiler
+@pytest.mark.parametrize('n', [1, 2, 16, 100, 1000, 4096])
+def test_long_contexts(n): assert difference(backend(16, 2, 64, [n, n]), 6, 2, 64, 16, [1, min(n, 33)], [n, n]) < 2e-5
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='the flags are those of x86')
+@pytest.mark.parametrize('flag', ['-mno-avx512f', '-mno-avx'])
+def test_narrower_processors(monkeypatch, flag):
+    "Registers of 8 and of 4 numbers: the same source, the same results"
+    monkeypatch.setattr('cbatch.native.KERNELS', {})
+    kernel = Native('attention', cpu.SOURCE, cpu.ATTENTION.functions, flags=('-ffp-contract=fast', '-Wno-psabi', flag))
+    monkeypatch.setattr(cpu, 'ATTENTION', kernel)
+    assert kernel.build()
+    for H, K, D in ((9, 3, 64), (8, 1, 80), (16, 2, 128)):
+        slens, qlens = [1, 17, 64, 150], [1, 9, 1, 70]
+        for window, cap in ((None, None), (7, 2.)):
+            for dtype, tol in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)): assert difference(backend(16, K, D, slens, dtype), H, K, D, 16, qlens, slens, window, cap, dtype) < tol
+
+PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70)) + [1, 2]]
+PATHS = {'torch': dict(backend='torch', lean=False), 'attention in C++': dict(lean=False), 'lean': {}}
+
+@needs_compiler
+@pytest.mark.parametrize('path', PATHS)
+@pytest.mark.parametrize('arch', ['llama', 'mistral', 'qwen2', 'qwen3', 'gemma2'])
+def test_every_path_is_token_equal(arch, path):
+    "Chunks, a pool that runs short in both ways, prefix hits: the oracle's tokens in float32"
+    lm = tiny_lm(arch); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
+    for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
+        with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how, **PATHS[path]) as llm:
+            used = 'torch' if type(llm.runner.backend) is TorchBackend else 'lean' if llm.runner.lean else 'attention in C++'
+            assert used == (path if arch in lean.KINDS or path == 'torch' else 'attention in C++')
+            for _ in range(2): assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
+            assert llm.metrics['num_preemptions' if how else 'num_cached_tokens'] > 0
+            quiet(llm)
+
+@needs_compiler
+def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
+    lm = tiny_lm('llama', mlp_bias=True, attention_bias=True)
+    torch.nn.init.normal_(lm.hf_model.model.layers[0].self_attn.q_proj.bias); torch.nn.init.normal_(lm.hf_model.model.layers[0].mlp.down_proj.bias)
+    with LLM(lm, num_blocks=20) as llm:
+        assert llm.runner.lean and llm.generate([PROMPTS[0]], sp(8), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, PROMPTS[0], sp(8)).token_ids
+    assert not lean.fits(tiny_lm('llama', hidden_act='gelu')) and not lean.fits(tiny_lm('gemma2'))
+    class Wrapped(torch.nn.Linear): pass
+    def wrapped(lm): lm.hf_model.model.layers[1].mlp.up_proj.__class__ = Wrapped
+    def head(lm): lm.hf_model.lm_head.__class__ = Wrapped
+    def hooked(lm): lm.hf_model.model.norm.register_forward_hook(lambda *a: None)
+    def patched(lm): lm.hf_model.model.embed_tokens.forward = lambda ids: None
+    def bare(lm): del lm.hf_model.model.rotary_emb
+    for spoil in (wrapped, head, hooked, patched, bare):
+        lm = tiny_lm('llama'); assert lean.fits(lm)
+        spoil(lm); assert not lean.fits(lm), spoil
+
+@needs_compiler
+def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
+    be = backend(16, 2, 16, [16])
+    meta = AttnMeta([1], [1], torch.tensor([[1]]), torch.tensor([16])); be.prepare(meta)
+    good = torch.zeros(1, 2, 16)
+    be.write(0, good, good, meta); be.attend(0, good, meta, 1.)
+    for k, v in ((good.bfloat16(), good), (good, good.bfloat16()), (good[:, :1], good[:, :1]), (good, good[:, :, :8]), (good.double(), good.double())):
+        with pytest.raises(ValueError): be.write(0, k, v, meta)
+    for q in (good.bfloat16(), torch.zeros(1, 3, 16), torch.zeros(1, 2, 32)):
+        with pytest.raises(ValueError): be.attend(0, q, meta, 1.)
+
+@pytest.mark.parametrize('bs,D', [(4, 64), (24, 64), (16, 24)])
+def test_what_the_kernel_does_not_know_goes_through_torch(bs, D):
+    assert best_backend('cpu', torch.float32, bs, D) == 'torch' and best_backend('cpu', torch.float16, 16, 64) == 'torch'
+    with pytest.raises(ValueError, match="backend='cpu'"): cpu.CPUBackend(4, bs, 1, 1, D)
+
+def test_without_a_compiler(tmp_path):
+    "It is said once, nothing fails, and the tokens are the same"
+    code = '''
+import warnings; warnings.simplefilter('always')
+from cbatch import LLM, SamplingParams
+from cbatch.model import tiny_lm
+for _ in range(2):
+    llm = LLM(tiny_lm('llama'), num_blocks=20)
+    print(type(llm.runner.backend).__name__, llm.runner.lean, llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
+'''
+    ran = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in os.environ.items() if k != 'CXX'} | dict(PATH=str(tmp_path), CBATCH_CACHE=str(tmp_path)), capture_output=True, text=True)
+    want = generate_ref(tiny_lm('llama'), [1, 2, 3], sp(4)).token_ids
+    assert ran.stdout.splitlines() == [f'TorchBackend None {want}'] * 2, ran.stderr
+    assert ran.stderr.count('no C++ compiler') == 1
+
+DRIVER = r'''
+#include <cstdio>
+#include <cstdlib>
+int main() {      // every buffer is as long as it must be, and not a byte longer
+    for (int D : {16, 64, 80}) for (int G : {1, 3, 9}) for (int window : {0, 5}) {
+        const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}, queries[R] = {1, 4, 1}; int T = 6;
+        std::vector<int> tables = {2, 0, 0, 0, 5, 1, 3, 0, 4, 6, 7, 8}, starts = {0, 1, 5, 6}; tables.shrink_to_fit();
+        std::vector<float> q(T * H * D, .5f), out(T * H * D), k(9 * K * BS * D), v(9 * K * BS * D), x(64 * K * D, .25f);
+        for (int r = 0; r < R; r++) {
+            std::vector<int64_t> slots(lens[r]);
+            for (int i = 0; i < lens[r]; i++) slots[i] = tables[r * 4 + i / BS] * BS + i % BS;
+            write_f32(x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r], K * D, D, K * D, D, K, D, BS);
+        }
+        Step s{q.data(), k.data(), v.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, K, D, BS, window, .1f, 2.f};
+        attend_f32(&s);
+        for (float y : out) if (!(std::fabs(y - .25f) < 1e-5)) { std::puts("wrong"); return 1; }     // all values alike: their mean is one of them
+    }
+    std::puts("clean");
+}'''
+
+@needs_compiler
+def test_with_the_address_sanitizer(tmp_path):
+    src, exe = tmp_path/'t.cpp', tmp_path/'t'
+    src.write_text(cpu.SOURCE + DRIVER)
+    made = subprocess.run(['c++', '-O1', '-g', '-std=c++17', '-march=native', '-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover=all', '-Wno-psabi', str(src), '-o', str(exe)], capture_output=True, text=True)
+    if 'cannot find' in made.stderr and 'asan' in made.stderr: pytest.skip('no runtime of the address sanitizer')
+    assert made.returncode == 0, made.stderr[-2000:]
+    ran = subprocess.run([str(exe)], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip()) == (0, 'clean'), ran.stderr[-3000:]
