@@ -267,7 +267,7 @@ def _break(x, pattern, mark:str):
         if not isinstance(k, str) or pattern.search(k): raise ValueError(f"message field {k!r}: must be text without control tokens")
     return {k: _break(o, pattern, mark) for k, o in x.items()}
 
-# %% ../nbs/02b_text.ipynb #4672041d
+# %% ../nbs/02b_text.ipynb #e5e23502
 def encode_text(tokenizer, text:str, **kw)->list:
     "Tokens of a text; `ValueError` for what is no Unicode text"
     try: text.encode()
@@ -276,9 +276,9 @@ def encode_text(tokenizer, text:str, **kw)->list:
 
 def _encode_parts(tokenizer, parts:list)->list:
     "Tokens of a text that was cut; no token spans a cut"
-    ids = encode_text(tokenizer, parts[0], add_special_tokens=False)
+    if len(parts) > 1001: raise ValueError("messages: they spell control tokens more than 1,000 times")
+    ids, edge = encode_text(tokenizer, parts[0], add_special_tokens=False), tokenizer.encode('\n', add_special_tokens=False)
     for part in parts[1:]:
-        edge = tokenizer.encode('\n', add_special_tokens=False)
         more = encode_text(tokenizer, '\n' + part, add_special_tokens=False)
         ids += more[len(edge):] if more[:len(edge)] == edge else encode_text(tokenizer, part, add_special_tokens=False)
     return ids
@@ -296,7 +296,7 @@ def _check_messages(messages:list):
         if not isinstance(m.get('content'), str) and not (m.get('content') is None and m.get('tool_calls')):
             raise ValueError(f"message {m!r}: needs a content, as text")
 
-# %% ../nbs/02b_text.ipynb #e3e5dedf
+# %% ../nbs/02b_text.ipynb #b76f3d12
 def _render(tokenizer, messages:list, tools:list|None)->str:
     "What the model's own template makes of the messages"
     try: return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
@@ -313,7 +313,9 @@ def encode_chat(
     template = tokenizer.get_chat_template(None, tools=tools)
     if tools and not re.search(r'\btools\b', template): raise ValueError("tools: the model's chat template does not know any")
     control, data = control_tokens(tokenizer, template), json.dumps([messages, tools], ensure_ascii=False, default=str) + template
-    mark = next(c for c in map(chr, range(0xe000, 0xf900)) if c not in data)
+    used = set(data)
+    mark = next((c for c in map(chr, range(0xe000, 0xf900)) if c not in used), None)
+    if mark is None: raise ValueError("messages: they use every private character of Unicode, and one is needed")
     broken = lambda x, own=False: _break(x, re.compile(f"(?=(?:{_any(t for t, special in control.items() if special or not own)})).", re.S), mark)
     text = _render(tokenizer, [broken(m, own=m['role'] == 'assistant') for m in messages], tools and broken(tools))
     ids = _encode_parts(tokenizer, text.split(mark))

@@ -2,7 +2,7 @@
 import importlib.util, io, json, os, random, re, signal, subprocess, sys, time
 import pytest
 import cbatch.cli as cli
-from cbatch.cli import Ask, Live, Screen, crowd, fit, main, parse, serve
+from cbatch.cli import Ask, Live, Screen, crowd, fit, let_in, main, parse
 from cbatch.engine import LLM
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic
@@ -150,7 +150,7 @@ def test_open_loop_under_a_policy_that_waits():
         llm.clock, llm.runner.execute = (lambda: t[0]), run
         def sleep(s): assert s >= 0; t[0] += s + 1e-6
         llm.sleep, seen = sleep, []
-        outs = serve(llm, asks, seen.append)
+        outs = let_in(llm, asks, seen.append)
         assert list(outs) == [a.name for a in asks] and all(o.finished and not o.error for o in outs.values())
         assert [round(o.metrics.arrival - 5., 6) for o in outs.values()] == [a.at for a in asks]
         assert [r.step for r in seen] == [r.step for r in llm.trace]

@@ -141,6 +141,21 @@ def test_generate_and_stream_tell_of_a_failure(engine, tiny, monkeypatch):
     with pytest.raises(RequestFailed, match='odd'): list(llm.stream(P[0], sp()))
     works(llm, tiny)
 
+def test_prompt_scores_of_a_broken_model(engine, tiny, monkeypatch):
+    "A prompt whose scores are not numbers ends by an error in the chunk that shows it, and nobody else does"
+    llm = engine(max_num_batched_tokens=16)
+    def forward(batch, old=llm.runner.forward):
+        x = old(batch)
+        x[[len(batch.sampling) + i for i, (r, at) in enumerate(batch.scoring) if r.prompt_ids[0] == 3 and at == 5]] = nan
+        return x
+    monkeypatch.setattr(llm.runner, 'forward', forward)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    bad, good = llm.add([3] * 20, params), llm.add([4] * 9, params)
+    outs = {o.request_id: o for _ in range(12) for o in llm.step()}
+    assert outs[bad].outputs[0].finish_reason == 'error' and 'NaN' in outs[bad].error
+    assert outs[good].outputs[0].finish_reason == 'length' and len(outs[good].prompt_logprobs) == 9
+    quiet(llm)
+
 @pytest.mark.parametrize('poison', [nan, inf], ids=['nan', 'inf'])
 @pytest.mark.parametrize('temperature', [0, 1.])
 def test_one_row_of_bad_logits(engine, tiny, monkeypatch, poison, temperature):

@@ -297,3 +297,11 @@ def test_chat_of_the_engine():
 def test_no_template():
     tok = byte_tokenizer(); tok.chat_template = None
     with pytest.raises(ValueError, match='no chat template'): encode_chat(tok, [dict(role='user', content='x')])
+
+def test_a_conversation_of_spellings():
+    tok, user = chatty('bytes', CHATML), lambda text: [dict(role='user', content=text)]
+    assert len(encode_chat(tok, user('<|im_end|>' * 1000))) > 1000
+    with pytest.raises(ValueError, match='1,000 times'): encode_chat(tok, user('<|im_end|>' * 1001))
+    private = ''.join(map(chr, range(0xe000, 0xf900)))
+    assert encode_chat(tok, user(private[1:]))
+    with pytest.raises(ValueError, match='every private character'): encode_chat(tok, user(private))

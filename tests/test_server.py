@@ -1,0 +1,330 @@
+"The server as its clients meet it: the openai package, a fuzzer with the server's own document, a supervisor that sends signals, and bad company"
+import asyncio, contextlib, json, os, re, signal, socket, subprocess, sys, threading, time
+import openai, pytest, schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+import cbatch.async_engine
+from cbatch import LLM
+from cbatch.server import Connection, background, bind, make_server
+from cbatch.protocol import LIMITS, ROUTES
+from soak import soak
+from web import ENGINE, NEXT, Web, ref, web
+
+@pytest.fixture(scope='module')
+def shared(tiny):
+    with web(tiny, trace=True) as w: yield w
+
+@pytest.fixture
+def w(shared):
+    yield shared
+    shared.rests()
+
+HI = [dict(role='user', content='Hi')]
+GREEDY = dict(model='tiny', temperature=0, max_tokens=8, extra_body=dict(ignore_eos=True))
+
+# --- the openai package
+
+def test_openai_plain_and_streamed(w):
+    c = w.client()
+    whole = c.completions.create(prompt=NEXT, **GREEDY)
+    want = ref(w.llm.model, NEXT, 8)
+    assert whole.choices[0].text == want.text and whole.choices[0].finish_reason == 'length' and whole.object == 'text_completion'
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 8, 11) and whole.system_fingerprint.startswith('fp_')
+    assert ''.join(p.choices[0].text for p in c.completions.create(prompt=NEXT, stream=True, **GREEDY)) == want.text
+    chat = c.chat.completions.create(messages=HI, **GREEDY)
+    assert chat.choices[0].message.content == ref(w.llm.model, w.llm.encode(HI), 8).text and chat.choices[0].message.role == 'assistant'
+    parts = list(c.chat.completions.create(messages=HI, stream=True, stream_options=dict(include_usage=True), **GREEDY))
+    assert ''.join(p.choices[0].delta.content or '' for p in parts[:-1]) == chat.choices[0].message.content
+    assert parts[0].choices[0].delta.role == 'assistant' and parts[-1].choices == [] and parts[-1].usage == chat.usage and len({p.id for p in parts}) == 1
+    assert c.models.list().data[0].id == 'tiny' and c.models.retrieve('tiny').max_model_len == w.llm.max_model_len
+
+def test_openai_asyncio_many_at_once(w):
+    prompts, n = [[i + 20] * (i % 5 + 1) for i in range(12)], 12
+    want = [ref(w.llm.model, p, n).text for p in prompts]
+    async def go():
+        async with openai.AsyncOpenAI(base_url=w.server.url + '/v1', api_key='x', max_retries=0) as c:
+            async def one(p): return ''.join([x.choices[0].text async
+                                              for x in await c.completions.create(prompt=p, stream=True, **GREEDY | dict(max_tokens=n))])
+            return await asyncio.gather(*map(one, prompts))
+    assert asyncio.run(go()) == want
+
+def test_openai_samples_and_logprobs(w):
+    c = w.client()
+    out = c.completions.create(prompt=[NEXT, 'abc'], n=2, seed=3, logprobs=2, echo=True, model='tiny', max_tokens=4)
+    assert [x.index for x in out.choices] == [0, 1, 2, 3] and out.choices[2].text.startswith('abc')
+    lp = out.choices[0].logprobs
+    assert len(lp.tokens) == len(lp.token_logprobs) == len(lp.top_logprobs) == len(lp.text_offset) == 7 and lp.token_logprobs[0] is None
+    out = c.chat.completions.create(messages=HI, logprobs=True, top_logprobs=3, **GREEDY)
+    t = out.choices[0].logprobs.content
+    assert len(t) == 8 and all(len(x.top_logprobs) == 3 and x.top_logprobs[0].logprob >= x.logprob and bytes(x.bytes) for x in t)
+    assert b''.join(bytes(x.bytes) for x in t).decode(errors='replace') == out.choices[0].message.content
+
+@pytest.mark.parametrize('kw,exc,param,code', [(dict(temperature=-1), openai.BadRequestError, 'temperature', None),
+                                               (dict(model='gpt'), openai.NotFoundError, 'model', 'model_not_found'),
+    (dict(prompt=[5] * 2000), openai.BadRequestError, 'prompt', 'context_length_exceeded'), (dict(prompt=''), openai.BadRequestError, 'prompt',
+            None), (dict(suffix='x'), openai.BadRequestError, 'suffix', 'unsupported'),
+    (dict(extra_body=dict(timeout=.001, ignore_eos=True), max_tokens=400), openai.APIStatusError, 'timeout', 'timeout')])
+def test_openai_errors(w, kw, exc, param, code):
+    with pytest.raises(exc) as e: w.client().completions.create(**dict(prompt=NEXT, **GREEDY) | kw)
+    assert (e.value.param, e.value.code) == (param, code) and e.value.request_id
+
+def test_openai_retries_when_told_to(tiny, monkeypatch):
+    "429 while the queue is full, 503 while the engine is made; the client waits as long as it is told, and is served"
+    monkeypatch.setitem(cbatch.async_engine._RETRY, 'starting', 1)
+    with web(tiny, engine=dict(max_num_seqs=1), limits=dict(max_waiting=1)) as w:
+        hold = threading.Event(); w.hooks.append(lambda plan: plan.scheduled[0].request.output_ids and hold.wait(20))
+        busy = [w.raw(max_tokens=4)]; w.wait(lambda: any(r.output_ids for r in w.llm.scheduler.running))
+        busy += [w.raw(max_tokens=4)]; w.wait(lambda: w.server.engine.worker.num_queued() == 1)
+        refusals = []
+        refuse = w.server.engine._refuse
+        monkeypatch.setattr(w.server.engine, '_refuse', lambda exc, why: (refusals.append(why), hold.set(), refuse(exc, why)))
+        right = w.client(max_retries=2).completions.create(prompt=NEXT, **GREEDY).choices[0].text
+        assert refusals == ['requests']
+        for s in busy: s.close()
+        assert right == ref(tiny, NEXT, 8).text
+        w.rests()
+
+# --- small routes
+
+def test_tokenize_there_and_back(w):
+    ids = w.ask('POST', '/tokenize', dict(model='tiny', prompt='né 한')).json
+    assert ids['tokens'] == w.llm.encode('né 한') and ids['count'] == len(ids['tokens'])
+    assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=ids['tokens'])).json == dict(prompt='né 한')
+    assert w.ask('POST', '/tokenize', dict(model='tiny', messages=HI)).json['tokens'] == w.llm.encode(HI)
+    for bad in (dict(), dict(prompt='x', messages=HI), dict(prompt=5)): assert w.ask('POST', '/tokenize', dict(model='tiny') | bad).status == 400
+    assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[258])).error['param'] == 'tokens'
+
+def test_errors_of_the_router(w):
+    assert w.ask('GET', '/nowhere').error['code'] == 'not_found' and w.ask('GET', '/nowhere').status == 404
+    r = w.ask('GET', '/v1/completions')
+    assert r.status == 405 and r.headers['allow'] == 'POST' and r.error['type'] == 'invalid_request_error'
+    assert w.ask('DELETE', '/v1/models').status == 405 and w.ask('GET', '/v1/models/').status == 404
+    assert w.ask('POST', '/v1/completions/', dict(model='tiny', prompt='x')).status == 404       # no redirect to a place of the client's choice
+
+def test_unknown_fields_are_named(w):
+    assert w.complete(temperatur=1, foo=None).headers['warning'] == '299 cbatch "ignored: temperatur"'
+    assert 'stream' in w.complete(stream=True, streem=1).headers['content-type'] and 'warning' not in w.complete().headers
+
+def test_metrics_trace_and_health(w):
+    w.complete()
+    r = w.ask('GET', '/metrics')
+    assert r.status == 200 and b'cbatch' in r.body and r.headers['content-type'].startswith('text/plain')
+    steps = w.ask('GET', '/trace?n=5').json
+    assert len(steps) == 5 and {'step', 'scheduled', 'decisions'} <= set(steps[0])
+    assert w.ask('GET', '/health').json == dict(status='ready')
+    assert {p for p, *_ in ROUTES} == set(w.ask('GET', '/openapi.json').json['paths'])
+
+def test_trace_is_off_by_default(tiny):
+    with web(tiny) as w: assert w.ask('GET', '/trace').status == 404 and w.ask('GET', '/docs').status == 404
+
+# --- the socket
+
+def test_only_loopback_without_a_key(monkeypatch):
+    for host in ('0.0.0.0', '', '::', '192.0.2.1'):
+        with pytest.raises(ValueError, match='no key|address'): bind(host or None, 0)
+    for host in ('127.0.0.1', 'localhost', '127.0.0.5'): bind(host, 0).close()
+    bind('0.0.0.0', 0, 'key').close()
+    s = bind('127.0.0.1', 0); s.listen()
+    with pytest.raises(ValueError, match='in use'): bind('127.0.0.1', s.getsockname()[1])
+    s.close()
+
+def test_garbage_on_the_wire(w):
+    for said, answer in ((b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03', b'400'), (b'GET /health HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n', b'400'),
+                         (b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n', b'400')):
+        s = socket.create_connection((w.host, w.port)); s.settimeout(10); s.sendall(said + b'\r\n\r\n')
+        got = b''
+        while piece := s.recv(4096): got += piece
+        assert got.split()[1] == answer and json.loads(got.split(b'\r\n\r\n')[1])['error']['type'] == 'invalid_request_error'
+        s.close()
+
+def test_a_body_that_never_comes(tiny):
+    with web(tiny, body_timeout_s=.2) as w:
+        s = socket.create_connection((w.host, w.port)); s.settimeout(10)
+        s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{')
+        assert s.recv(4096).split()[1] == b'408'; s.close()
+
+def test_pings_while_nothing_comes(tiny):
+    with web(tiny, ping_s=.05) as w:
+        w.slow(.2)
+        r = w.complete(max_tokens=2, stream=True)
+        assert r.status == 200 and r.body.startswith(b': ') and r.frames[-1]['choices'][0]['finish_reason'] == 'length'
+        r = w.complete(max_tokens=50, stream=True, timeout=.3)
+        assert r.frames[-1]['error']['code'] == 'timeout'
+        w.rests()
+
+def test_keep_alive(w):
+    "One connection, many requests, an error among them"
+    import http.client
+    c = http.client.HTTPConnection(w.host, w.port, timeout=10)
+    for body, status in (('{}', 400), (json.dumps(dict(model='tiny', prompt='x', max_tokens=2)), 200),
+                         (json.dumps(dict(model='tiny', prompt='x', max_tokens=2, stream=True)), 200), ('{', 400)) * 3:
+        c.request('POST', '/v1/completions', body, {'Content-Type': 'application/json'}); r = c.getresponse(); r.read()
+        assert r.status == status and r.getheader('connection') != 'close'
+        sock = c.sock
+    assert c.sock is sock
+    taken = [k.transport.get_extra_info('socket') for k in list(w.server.server_state.connections)]
+    assert taken and all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in taken)     # or a small piece waits 40 ms for the one before
+    c.close()
+
+# --- a fuzzer
+
+@pytest.fixture(scope='module')
+def fuzzed(tiny):
+    with web(tiny, trace=True, engine=dict(max_model_len=48)) as w:
+        yield schemathesis.openapi.from_url(w.server.url + '/openapi.json')
+        w.rests()
+
+CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+
+@pytest.mark.parametrize('mode', schemathesis.GenerationMode, ids=lambda m: m.value)
+@pytest.mark.parametrize('path,method', [(p, m) for p, m, *_ in ROUTES])
+def test_document(fuzzed, path, method, mode):
+    "No 5xx and no odd answer to what the document allows, nor to what it forbids"
+    op = fuzzed[path][method]
+    if mode.is_negative and not op.body and not op.query: return
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(op.as_strategy(generation_mode=mode))
+    def push(case): said.add(case.call_and_validate(checks=CHECKS, timeout=20).status_code)
+    said = set()
+    push()
+    assert mode.is_negative or 200 in said           # it came through
+
+# --- signals
+
+@contextlib.contextmanager
+def process(folder, *args, **kw):
+    "The command in a process of its own, and where it listens; nobody reads what it says after that, and its log goes to a full disk"
+    code = f'import sys, cbatch.cli; sys.exit(cbatch.cli.main({["serve", str(folder), "--port", "0", "--served-model-name", "tiny", *args]!r}))'
+    err = open('/dev/full', 'w') if os.path.exists('/dev/full') else subprocess.DEVNULL
+    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=err, text=True, **kw)
+    try:
+        url = re.search(r'http://([\d.]+):(\d+)', p.stdout.readline())
+        p.stdout.close()
+        w = Web.__new__(Web); w.host, w.port, w.key = url[1], int(url[2]), None
+        yield p, w
+    finally: p.kill(); p.wait()
+
+def test_term_under_load(tmp_path, tiny):
+    "Those who run or wait are served to the end, newcomers are sent away, the exit code is 0; and nobody reads stdout, and the log's disk is full"
+    with process(tiny.save(tmp_path / 'tiny'), '--max-num-seqs', '2', '--num-blocks', '64', '--drain-timeout', '60') as (p, w):
+        w.wait(lambda: w.ask('GET', '/health').status == 200, 'the model', 60)
+        right, got = ref(tiny, NEXT, 120).text, {}
+        ts = [threading.Thread(target=lambda i=i: got.update({i: w.complete(max_tokens=120, stream=i % 2 == 0)})) for i in range(6)]
+        for t in ts: t.start()
+        first = w.raw(stream=True, max_tokens=300)
+        while b'data:' not in first.recv(65536): pass          # the last to come has begun: those before him have been let in
+        p.send_signal(signal.SIGTERM)
+        w.wait(lambda: w.ask('GET', '/health').status == 503)
+        r = w.complete()
+        assert r.status == 503 and r.error['code'] == 'draining' and r.headers['retry-after']
+        for t in ts: t.join(60)
+        for i in range(6):
+            assert got[i].status == 200
+            assert ''.join(f['choices'][0]['text'] for f in got[i].frames) == right if i % 2 == 0 else got[i].json['choices'][0]['text'] == right
+        first.close()
+        assert p.wait(20) == 0
+
+def test_second_signal(tiny):
+    with web(tiny) as w:
+        w.slow(.01)
+        s = w.raw(stream=True, max_tokens=400)
+        while b'data:' not in s.recv(65536): pass
+        w.server.handle_exit(); w.wait(lambda: w.server.engine.state == 'draining')
+        w.server.handle_exit(); w.wait(lambda: w.server.should_exit)
+        w.server.engine.worker.join(5)
+        s.close()
+    assert w.server.code == 0
+
+def test_an_engine_that_can_not_start():
+    def make(): raise RuntimeError('no such GPU')
+    server = make_server(make, 'tiny', port=0)
+    server.run(sockets=[server.sock])
+    assert server.code == 1
+
+def test_serve_needs_its_extra(monkeypatch, capsys):
+    from cbatch.cli import main
+    monkeypatch.setitem(sys.modules, 'cbatch.server', None)
+    assert main(['serve', 'smollm2']) == 2 and 'cbatch[serve]' in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(['serve', '/no/such/model', '--port', '0']) == 2
+    err = capsys.readouterr().err
+    assert '/no/such/model' in err and 'Traceback' not in err
+
+# --- bad company
+
+def test_soak():
+    "CBATCH_SOAK_S=60 in CI; ten minutes: python tests/soak.py"
+    did = soak(float(os.environ.get('CBATCH_SOAK_S', 6)), seed=1)
+    assert did['visits']['right'] > 10 and did['preemptions'] > 0
+
+# --- connections that nobody needs
+
+def ends(s):
+    "Is the connection dropped?"
+    s.settimeout(5)
+    try:
+        while s.recv(65536): pass
+    except ConnectionError: pass
+    s.close()
+    return True
+
+def connect(w, rcvbuf=None):
+    s = socket.socket()
+    if rcvbuf: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+    s.settimeout(5); s.connect((w.host, w.port))
+    return s
+
+GET = 'GET {} HTTP/1.1\r\nHost: x\r\n\r\n'
+
+def test_connections_without_a_request(w, monkeypatch):
+    monkeypatch.setattr(Connection, 'patience_s', .1)
+    silent, dribbling, deaf = connect(w), connect(w), connect(w, 4096)
+    dribbling.sendall(GET.format('/health').encode()); assert dribbling.recv(4096).startswith(b'HTTP/1.1 200'); dribbling.sendall(b'G')
+    deaf.sendall(GET.format('/openapi.json').encode() * 700)
+    w.wait(lambda: not w.server.server_state.connections, 'the connections to be dropped')
+    assert ends(silent) and ends(dribbling) and ends(deaf)
+
+def test_too_many_connections(w, monkeypatch):
+    monkeypatch.setitem(LIMITS, 'connections', 2)
+    w.wait(lambda: not w.server.server_state.connections)
+    kept = [connect(w) for _ in range(2)]
+    w.wait(lambda: len(w.server.server_state.connections) == 2)
+    assert ends(connect(w))
+    for s in kept: s.sendall(GET.format('/health').encode()); assert s.recv(4096).startswith(b'HTTP/1.1 200'); s.close()
+    w.wait(lambda: not w.server.server_state.connections)
+
+@pytest.mark.parametrize('more', [1, 200_000])
+def test_bytes_behind_a_body(w, more):
+    "They hide neither that the client hangs up, nor are they kept without end"
+    w.slow(.02); s = connect(w)
+    body = json.dumps(dict(model='tiny', prompt=NEXT, temperature=0, max_tokens=400, ignore_eos=True))
+    s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}'.encode())
+    w.wait(lambda: w.llm.has_unfinished)
+    s.sendall(b'x' * more)
+    if more > 1: assert ends(s)
+    s.close()
+    w.wait(lambda: not w.llm.has_unfinished, timeout=4)
+
+def test_texts_that_are_no_prompts(w):
+    private, far = ''.join(map(chr, range(0xe000, 0xf900))), 'x' * (64 * w.llm.max_model_len + 1)
+    r = w.chat(private); assert r.status == 400 and r.error['param'] == 'messages'
+    for r in (w.complete(far), w.chat(far), w.ask('POST', '/tokenize', dict(model='tiny', prompt=far))): assert r.error['code'] == 'context_length_exceeded' and 'characters' in r.error['message']
+    r = w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * (w.llm.max_model_len + 1))); assert r.status == 400 and r.error['param'] == 'tokens'
+    assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * w.llm.max_model_len)).status == 200
+    assert w.server.engine.worker.reserved == 0
+
+def test_a_body_that_outlives_the_engine(tiny):
+    with background(lambda: LLM(tiny, **ENGINE), 'tiny') as server:
+        w = type('W', (Web,), dict(__init__=lambda self: None))(); w.server, (w.host, w.port) = server, server.sock.getsockname()[:2]
+        s, body = connect(w), json.dumps(dict(model='tiny', prompt=NEXT)).encode()
+        s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n'.encode())
+        w.wait(lambda: any(c.cycle for c in list(server.server_state.connections)))
+        w.on_loop(asyncio.sleep(.05)); w.on_loop(server.engine.close())
+        s.sendall(body); assert s.recv(4096).startswith(b'HTTP/1.1 503'); s.close()
+
+def test_limits_on_the_command_line(monkeypatch):
+    from cbatch.cli import main
+    seen = []; monkeypatch.setattr('cbatch.server.serve', lambda *a, limits, **kw: seen.append(limits) or 0)
+    assert main(['serve', 'x']) == main(['serve', 'x', '--stall-timeout', '9', '--max-waiting-tokens', '70', '--max-waiting', '3']) == 0
+    assert seen == [dict(max_waiting=256, max_waiting_tokens=None, stall_s=300.), dict(max_waiting=3, max_waiting_tokens=70, stall_s=9.)]
