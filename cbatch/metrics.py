@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'queue_s', 'ttft_s', 'e2e_s', 'itls_s', 'tpot_s', 'percentile', 'EngineCounters', 'summarize', 'Comparison',
-           'compare', 'head_of_line_s']
+           'compare', 'token_times', 'goodput', 'head_of_line_s']
 
 # %% ../nbs/12_metrics.ipynb #0f22c853
 import math
@@ -175,6 +175,31 @@ def compare(
 )->Comparison:
     "A table of runs, one column each"
     return Comparison(runs)
+
+# %% ../nbs/12_metrics.ipynb #aebc41ed
+def token_times(
+    chunks:list,  # (s, tokens) of each chunk of a stream, in order
+)->list:          # s, one per token
+    "When each token came, if they came in chunks"
+    times = []
+    for t, n in chunks:
+        last = times[-1] if times else t
+        times += [last + (t - last) * (i + 1) / n for i in range(n)]
+    return times
+
+_SLOS = dict(ttft=ttft_s, tpot=lambda m: (tpot_s(m) or 0.) if m.token_times else None, e2el=e2e_s)
+
+def goodput(
+    requests:list,     # RequestMetrics of everybody who was sent; None for one that failed
+    slos:dict,         # of ttft, tpot, e2el: limits in ms
+    duration_s:float,  # s, how long the run took
+)->dict:
+    "Requests that met all limits, per second and as a share of all; the share that met each"
+    for k, v in slos.items():
+        if k not in _SLOS or not v > 0: raise ValueError(f"goodput {k}:{v}: give limits above 0 ms for {', '.join(_SLOS)}")
+    def met(m, k): return m is not None and (x := _SLOS[k](m)) is not None and x * 1000 <= slos[k]
+    good, n = sum(all(met(m, k) for k in slos) for m in requests if m is not None), max(1, len(requests))
+    return dict(request_goodput=good / duration_s if duration_s else 0., slo_attainment=good / n, slo_attainment_by={k: sum(met(m, k) for m in requests) / n for k in slos})
 
 # %% ../nbs/12_metrics.ipynb #5056191f
 def head_of_line_s(

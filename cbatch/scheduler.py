@@ -44,13 +44,13 @@ class WaitingQueue:
     def __len__(self): return len(self.live)
     def __iter__(self): return iter(self.live.values())
 
-# %% ../nbs/07_scheduler.ipynb #ead66b69
+# %% ../nbs/07_scheduler.ipynb #d27f933b
 class Policy:
     "First come, first served; prefill and decode mixed, prompts in chunks; blocks as they are needed: vLLM's rules"
     name = 'vllm'
     def key(self, r:Request): return r.age                           # who waits first in line
     def compose(self, s, now:float)->list: return s.running          # whom of the running this step serves
-    def chunk(self, r:Request, wanted:int, left:int)->int: return min(wanted, left)  # tokens of `wanted` under a budget of `left`
+    def chunk(self, r:Request, wanted:int, left:int)->int: return wanted if wanted < left else left  # tokens of `wanted` under a budget of `left`
     def close(self, s, now:float)->str|None: return None             # why nobody may join now
     def starts(self, r:Request, num_tokens:int)->bool: return num_tokens > 0  # may it join with so many?
     def reserve(self, r:Request)->int: return 0                      # tokens whose blocks it takes when it joins
@@ -112,7 +112,7 @@ def _preempt(self:Scheduler, r:Request, plan:Plan, why:str):
     plan.preempted.append(r); self.waiting.push(r)
     self._note(plan, r, f'preempted: {why}')
 
-# %% ../nbs/07_scheduler.ipynb #d977126a
+# %% ../nbs/07_scheduler.ipynb #7df23ffb
 @patch
 def _note(self:Scheduler, plan:Plan, r:Request|None, what:str):
     "Write down a decision, if somebody listens"
@@ -122,22 +122,28 @@ def _note(self:Scheduler, plan:Plan, r:Request|None, what:str):
 def _give(self:Scheduler, r:Request, n:int, plan:Plan, prefix:str=''):
     "Put `n` tokens of `r` into the step"
     plan.scheduled.append(Scheduled(r, n)); plan.left -= n
-    if self.explain:
-        done, total = r.num_computed_tokens + n, r.num_tokens
-        share = f'chunk {done}/{total}' if done < total else 'decode' if n == 1 and r.output_ids else f'prefill {n}'
-        self._note(plan, r, prefix + share)
+    if not self.explain: return
+    done, total = r.num_computed_tokens + n, r.num_tokens
+    share = f'chunk {done}/{total}' if done < total else 'decode' if n == 1 and r.output_ids else f'prefill {n}'
+    plan.decisions.append(Decision(r.request_id, prefix + share))
 
-# %% ../nbs/07_scheduler.ipynb #2a39c7c4
+# %% ../nbs/07_scheduler.ipynb #fe16ccb9
 @patch
-def _serve_running(self:Scheduler, plan:Plan):
+def _serve_running(self:Scheduler, plan:Plan)->list: # those who may lack blocks for what they still have to compute
     "Give the running requests their tokens"
-    for r in list(self.policy.compose(self, plan.now)):
-        if r.status is not Status.RUNNING: continue       # an older one has just taken its blocks
-        n = self.policy.chunk(r, r.num_left, plan.left)
-        if n <= 0: self._note(plan, r, 'waits: budget')
-        elif self._make_room(r, r.num_computed_tokens + n, plan): self._give(r, n, plan)
+    chosen, behind = self.policy.compose(self, plan.now), []
+    chunk, block_size, running = self.policy.chunk, self.blocks.block_size, Status.RUNNING
+    for r in list(chosen):
+        if r.status is not running: continue              # an older one has just taken its blocks
+        wanted = r.num_left
+        n = chunk(r, wanted, plan.left)
+        if n < wanted: behind.append(r)
+        if n <= 0: self._note(plan, r, 'waits: budget'); continue
+        stop = r.num_computed_tokens + n
+        if stop <= len(r.block_table) * block_size or self._make_room(r, stop, plan): self._give(r, n, plan)
+    return behind if chosen is self.running else self.running
 
-# %% ../nbs/07_scheduler.ipynb #2f466cd5
+# %% ../nbs/07_scheduler.ipynb #63333012
 @patch
 def _why_not(self:Scheduler, r:Request, n:int, found:Found, promised:int)->str|None:
     "Why the first in line can't join with `n` tokens, while `promised` of the free blocks are spoken for"
@@ -154,13 +160,13 @@ def _reserve(self:Scheduler, r:Request)->int:
     return len(r.prompt_ids) + r.max_tokens if self.config.reserve_max else self.policy.reserve(r)
 
 @patch
-def _admit(self:Scheduler, plan:Plan):
-    "Let waiting requests join, in order, until one can't"
+def _admit(self:Scheduler, plan:Plan, behind:list):
+    "Let waiting requests join, in order, until one can't; those `behind` have a first claim on free blocks"
     if not self.waiting: return
     closed = 'memory ran short' if plan.preempted else self.policy.close(self, plan.now)
-    promised = sum(self.blocks.blocks_short(r, r.num_tokens) for r in self.running)
+    promised = sum(self.blocks.blocks_short(r, r.num_tokens) for r in behind)
     while r := self.waiting.peek():
-        found = self.blocks.find(r)
+        found = Found() if closed else self.blocks.find(r)
         n = self.policy.chunk(r, r.num_left - found.num_tokens, plan.left)
         if why := closed or self._why_not(r, n, found, promised):
             if r not in plan.preempted: self._note(plan, r, f'waits: {why}')
@@ -202,7 +208,7 @@ def _expire(self:Scheduler, plan:Plan):
     if len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 16:   # the rest ended long before theirs
         self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]; heapq.heapify(self.deadlines)
 
-# %% ../nbs/07_scheduler.ipynb #3d1fdeeb
+# %% ../nbs/07_scheduler.ipynb #9bfc439c
 @patch
 def schedule(self:Scheduler,
     now:float=0., # s, on the engine's clock
@@ -211,8 +217,8 @@ def schedule(self:Scheduler,
     plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
     self._expire(plan)
     for r in self.preemptor.forced(self, self.num_steps): self._preempt(r, plan, 'forced')
-    self._serve_running(plan)
-    self._admit(plan)
+    behind = self._serve_running(plan)
+    self._admit(plan, behind)
     plan.padding = self.policy.padding(self, plan)
     times = [t for t in (self.policy.wakeup(self, now), self.deadlines[0][0] if self.deadlines else None) if t is not None]
     self.next_wakeup = min(times, default=None)
@@ -231,7 +237,7 @@ def finish(self:Scheduler, r:Request, reason:str, now:float):
 @patch
 def abort(self:Scheduler, r:Request, now:float=0.): self.finish(r, 'abort', now)
 
-# %% ../nbs/07_scheduler.ipynb #9f4da53e
+# %% ../nbs/07_scheduler.ipynb #1217bc45
 @patch
 def update(self:Scheduler,
     plan:Plan,       # what `schedule` decided
@@ -240,12 +246,12 @@ def update(self:Scheduler,
 )->list:             # requests that ended in this step
     "Take over what a step brought"
     self.num_steps += 1
-    done = list(plan.expired)
+    done, block_size, running = list(plan.expired), self.blocks.block_size, Status.RUNNING
     for s in plan.scheduled:
-        r = s.request
-        if r.status is not Status.RUNNING: continue       # aborted while the step ran
-        r.num_computed_tokens += s.num_tokens
-        if r.request_id not in out.errors: self.blocks.commit(r)
+        r, n = s.request, s.num_tokens
+        if r.status is not running: continue              # aborted while the step ran
+        r.num_computed_tokens += n
+        if r.num_computed_tokens % block_size < n and r.request_id not in out.errors: self.blocks.commit(r)   # a block is full
         if reason := self._outcome(r, out, now): self.finish(r, reason, now); done.append(r)
     self.policy.on_update(self, plan, out)
     return done
@@ -253,9 +259,9 @@ def update(self:Scheduler,
 @patch
 def _outcome(self:Scheduler, r:Request, out:StepOutput, now:float)->str|None:
     "Append the sampled token of `r`, if any; why it ends, if it ends"
-    if r.request_id in out.errors: r.error = out.errors[r.request_id]; self.blocks.forget(r); return 'error'
-    if r.request_id not in out.sampled: return None
-    token = out.sampled[r.request_id]
+    i = r.request_id
+    if i in out.errors: r.error = out.errors[i]; self.blocks.forget(r); return 'error'
+    if (token := out.sampled.get(i)) is None: return None
     r.output_ids.append(token); r.token_times.append(now)
     if token in r.stop_ids: r.stop_reason = token; return 'stop'
     return 'length' if len(r.output_ids) >= r.max_tokens else None

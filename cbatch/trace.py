@@ -82,7 +82,7 @@ def copy(self:State)->State:
     return State(self.num_blocks, dict(self.requests), dict(self.slots), dict(self.computed),
                  {r: list(b) for r,b in self.blocks.items()}, list(self.ending), self.num_finished)
 
-# %% ../nbs/11_trace.ipynb #02387f29
+# %% ../nbs/11_trace.ipynb #5bafdb13
 class Trace:
     "The last `maxlen` steps of an engine, and the state at each of them"
     def __init__(self,
@@ -109,6 +109,15 @@ class Trace:
     def records(self)->list:
         "The kept records, oldest first"
         return [r for _,rs in self.segments for r in rs][-self.maxlen:]
+
+    def last(self,
+        n:int, # how many at most
+    )->list:   # oldest first
+        "The newest records, without a look at the others; another thread may ask while steps are added"
+        out = []
+        for _,rs in reversed(list(self.segments)):
+            if len(out) < n: out[:0] = rs[-(n - len(out)):]
+        return out[-self.maxlen:]
 
 # %% ../nbs/11_trace.ipynb #eb5d17c5
 @patch
@@ -177,7 +186,7 @@ def cancel(self:Trace):
     self.append(rec)
     rec.num_free_blocks = self.live.num_free_blocks
 
-# %% ../nbs/11_trace.ipynb #c61df64b
+# %% ../nbs/11_trace.ipynb #9eda7679
 @patch
 def index(self:Trace, step:int)->int:
     "Position of a step among the kept records"
@@ -194,7 +203,9 @@ def __getitem__(self:Trace, step):
         if step.step is not None: raise ValueError("a slice of a trace goes from step to step, without a stride")
         lo, hi = step.start or 0, math.inf if step.stop is None else step.stop
         return [r for r in self.records if lo <= r.step < hi]
-    return self.records[step] if step < 0 else self.records[self.index(step)]
+    if step >= 0: return self.records[self.index(step)]
+    if -step > len(self): raise IndexError(f"step {step} is not in the trace: {len(self)} are kept")
+    return self.last(-step)[0]
 
 # %% ../nbs/11_trace.ipynb #1cbcd4a0
 @patch
