@@ -5,30 +5,18 @@
 # %% auto #0
 __all__ = ['SOURCE', 'LOOPS', 'KINDS', 'Product', 'fits', 'LeanModel', 'lean']
 
-# %% ../../kernels/03a_lean_model.ipynb #071b3cdf
+# %% ../../kernels/03a_lean_model.ipynb #5ffbbe7a
 import ctypes, torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 from time import perf_counter
-from .cpu import CPUBackend, ready
+from .cpu import NUMBERS, CPUBackend, ready
 from ..model import CausalLM
 from ..native import Native
 from ..paged_attention import AttnMeta
 
-# %% ../../kernels/03a_lean_model.ipynb #e2585f32
-SOURCE = r"""
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-struct bf16 { uint16_t bits; };
-inline float one(float x) { return x; }
-inline float one(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float f; std::memcpy(&f, &u, 4); return f; }
-inline void put(float* p, float x) { *p = x; }
-inline void put(bf16* p, float x) {                         // to the nearest, ties to even
-    uint32_t u; std::memcpy(&u, &x, 4);
-    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
+# %% ../../kernels/03a_lean_model.ipynb #dbc33048
+SOURCE = NUMBERS + r"""
 inline float mean_square(const float* x, int64_t n) {
     float s[16] = {}, t = 0;
     int64_t i = 0;
