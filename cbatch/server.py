@@ -476,7 +476,7 @@ async def _serve(self:Server, sockets=None):
         if not self.code and not self.force_exit: await self.engine.close()
         else: self.engine.worker.stop()
 
-# %% ../nbs/20_server.ipynb #66087144
+# %% ../nbs/20_server.ipynb #b450b512
 def bind(host:str, port:int, api_key:str|None=None)->socket.socket:
     "A socket to listen on; `ValueError` for one that the world can reach and no key protects"
     try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -486,7 +486,7 @@ def bind(host:str, port:int, api_key:str|None=None)->socket.socket:
         raise ValueError(f"host {host!r} can be reached from outside and there is no key: give api_key (CBATCH_API_KEY), or use 127.0.0.1")
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # asyncio turns off Nagle's delay only where the protocol is named
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try: sock.bind(address)
+    try: sock.bind(address); sock.listen(1024)               # now: who comes while the model loads waits, and is not turned away
     except OSError as e: sock.close(); raise ValueError(f"port {port}: {e.strerror}") from None
     return sock
 
