@@ -3,6 +3,7 @@
 Decode steps of 16 and 64 requests at context 512, one request alone beside transformers' `generate`, and how far answers in 16 bits agree with those in 32. Each figure is the best of some steps
 taken in turns, a busy moment hurts none alone if --rounds is raised."""
 import argparse, json, random, time
+from functools import partial
 from pathlib import Path
 import torch
 from cbatch import LLM, SamplingParams
@@ -10,19 +11,13 @@ from cbatch.bench import machine, model_facts, rates, step_work
 from cbatch.kernels import lean
 from cbatch.model import load_model
 
-class Unpacked(lean.Product):
-    "Weights left as they are: torch lays them out at every call"
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        if self.packed is not None: self.weight, self.packed = torch.cat([p.weight for p in parts]).detach(), None
-
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False), 'transformers modules, attention in C++': dict(lean=False),
-         'lean model, weights laid out at each call': dict(), 'lean model': dict()}
+         'lean model, products by oneDNN': dict(), 'lean model': dict()}
 
 def made(name, lm, **kw):
-    product, lean.Product = lean.Product, Unpacked if 'each call' in name else lean.Product
+    whole, lean.LeanModel = lean.LeanModel, partial(lean.LeanModel, onednn='oneDNN' in name)
     try: return LLM(lm, **PATHS[name], **kw)
-    finally: lean.Product = product
+    finally: lean.LeanModel = whole
 
 def decode(lm, a, requests, dtype):
     "ms a step by path; all requests hold the same number of tokens"

@@ -1,12 +1,15 @@
 "Attention in C++ and the lean model: every path gives the oracle's tokens, and a build that watches its bounds finds nothing"
 import math, os, platform, random, shutil, subprocess, sys
+from functools import partial
 import pytest, torch
 from cbatch import LLM, SamplingParams
+from cbatch.core import EngineConfig, Plan, Request, Scheduled
 from cbatch.kernels import cpu, lean
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
 from cbatch.native import Native
 from cbatch.paged_attention import AttnMeta, TorchBackend, best_backend, paged_attention_ref
+from cbatch.ragged_batch import ModelRunner, pack
 from cbatch.token_loop import generate_ref
 from harness import quiet
 
@@ -15,7 +18,7 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g+
 def native(monkeypatch):
     "These tests want C++, whatever the others do"
     def forget():
-        for n in (cpu.ATTENTION, lean.LOOPS): n.__dict__.pop('lib', None)
+        for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
     monkeypatch.setenv('CBATCH_NATIVE', '1'); forget()
     yield
     forget()
@@ -42,6 +45,31 @@ def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=t
         worst, at = max(worst, (out[at:at+m] - ref).abs().max().nan_to_num(math.inf).item()), at + m
     return worst
 
+PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70)) + [1, 2]]
+
+def step(lm, prompts, backend='auto', onednn=None):
+    "Logits of the last token of each prompt, all in one step"
+    how, lean.LeanModel = lean.LeanModel, partial(lean.LeanModel, onednn=onednn)
+    try: runner = ModelRunner(lm, EngineConfig(backend=backend), 40)
+    finally: lean.LeanModel = how
+    rs, free = [], iter(range(1, 40))
+    for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
+    batch = pack(Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs]), 16); runner.backend.prepare(batch.meta)
+    with torch.no_grad(): out = runner.forward(batch)
+    assert (runner.lean is None) == (backend == 'torch')
+    return dict(zip((int(r.request_id) for r in batch.sampling), out))
+
+def logits_differ(arch, dtype, onednn=None, **sizes):
+    "How far the logits of the lean model and of transformers' modules, both in `dtype`, are from those in float32 with the same weights, relative to the largest; the last prompt is one token"
+    cpu, prompts = torch.device('cpu'), [*PROMPTS, [7]]
+    rounded = lambda to: tiny_lm(arch, **sizes).to(dtype, cpu).to(to, cpu)
+    ref = step(rounded(torch.float32), prompts, 'torch')
+    return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref) for got in (step(rounded(dtype), prompts, onednn=onednn), step(rounded(dtype), prompts, 'torch'))]
+
+def logits_are_right(arch, dtype, onednn=None, **sizes):
+    ours, theirs = logits_differ(arch, dtype, onednn, **sizes)
+    return ours < (1e-5 if dtype == torch.float32 else 1.5 * theirs)     # 16 bits are coarse: no coarser than theirs, in which more is rounded
+
 def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype)
 
 @needs_compiler
@@ -61,19 +89,19 @@ def test_long_contexts(n): assert difference(backend(16, 2, 64, [n, n]), 6, 2, 6
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() not in ('x86_64', 'AMD64'), reason='the flags are those of x86')
-@pytest.mark.parametrize('flag', ['-mno-avx512f', '-mno-avx'])
+@pytest.mark.parametrize('flag', ['-mno-avx512bf16', '-mno-avx512f', '-mno-avx'])
 def test_narrower_processors(monkeypatch, flag):
-    "Registers of 8 and of 4 numbers: the same source, the same results"
+    "No products of pairs, registers of 8 and of 4 numbers: the same source, the same results"
     monkeypatch.setattr('cbatch.native.KERNELS', {})
-    kernel = Native('attention', cpu.SOURCE, cpu.ATTENTION.functions, flags=('-ffp-contract=fast', '-Wno-psabi', flag))
-    monkeypatch.setattr(cpu, 'ATTENTION', kernel)
-    assert kernel.build()
+    for module, name in ((cpu, 'ATTENTION'), (lean, 'STEP')):
+        n = getattr(module, name); kernel = Native(n.name, n.source, n.functions, flags=(*n.flags, flag))
+        monkeypatch.setattr(module, name, kernel); assert kernel.build()
     for H, K, D in ((9, 3, 64), (8, 1, 80), (16, 2, 128)):
         slens, qlens = [1, 17, 64, 150], [1, 9, 1, 70]
         for window, cap in ((None, None), (7, 2.)):
             for dtype, tol in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)): assert difference(backend(16, K, D, slens, dtype), H, K, D, 16, qlens, slens, window, cap, dtype) < tol
+    for dtype in (torch.float32, torch.bfloat16): assert logits_are_right('qwen3', dtype)
 
-PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70)) + [1, 2]]
 PATHS = {'torch': dict(backend='torch', lean=False), 'attention in C++': dict(lean=False), 'lean': {}}
 
 @needs_compiler
@@ -89,6 +117,23 @@ def test_every_path_is_token_equal(arch, path):
             for _ in range(2): assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
             assert llm.metrics['num_preemptions' if how else 'num_cached_tokens'] > 0
             quiet(llm)
+
+@needs_compiler
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize('onednn', [False, True], ids=['own products', 'oneDNN'])
+@pytest.mark.parametrize('sizes', [{}, dict(hidden_size=52, intermediate_size=37, vocab_size=301, head_dim=16)], ids=['even', 'odd'])
+def test_lean_logits(dtype, onednn, sizes):
+    "Widths that fill no panel, no register and no pair"
+    for arch in lean.KINDS: assert logits_are_right(arch, dtype, onednn, **sizes)
+
+@needs_compiler
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
+def test_company_changes_no_bit(dtype):
+    "Logits of a request are the same alone, beside others, and in another order"
+    lm, prompts = tiny_lm('llama').to(dtype, torch.device('cpu')), [*PROMPTS, [7], [7, 8], *([i] * i for i in range(1, 12))]
+    together, other = step(lm, prompts, onednn=False), step(lm, prompts[::-1], onednn=False)
+    for i, p in enumerate(prompts):
+        assert torch.equal(step(lm, [p], onednn=False)[0], together[i]) and torch.equal(other[len(prompts) - 1 - i], together[i])
 
 @needs_compiler
 def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
@@ -128,6 +173,7 @@ def test_without_a_compiler(tmp_path):
     code = '''
 import warnings; warnings.simplefilter('always')
 from cbatch import LLM, SamplingParams
+from cbatch.core import EngineConfig, Plan, Request, Scheduled
 from cbatch.model import tiny_lm
 for _ in range(2):
     llm = LLM(tiny_lm('llama'), num_blocks=20)
@@ -141,27 +187,44 @@ for _ in range(2):
 DRIVER = r'''
 #include <cstdio>
 #include <cstdlib>
-int main() {      // every buffer is as long as it must be, and not a byte longer
+template <typename T> std::vector<T> filled(size_t n, float x) { std::vector<T> v(n); for (T& y : v) put(&y, x); return v; }
+template <typename T> void attention() {      // every buffer is as long as it must be, and not a byte longer
     for (int D : {16, 64, 80}) for (int G : {1, 3, 9}) for (int window : {0, 5}) {
-        const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}, queries[R] = {1, 4, 1}; int T = 6;
+        const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}; int N = 6;
         std::vector<int> tables = {2, 0, 0, 0, 5, 1, 3, 0, 4, 6, 7, 8}, starts = {0, 1, 5, 6}; tables.shrink_to_fit();
-        std::vector<float> q(T * H * D, .5f), out(T * H * D), k(9 * K * BS * D), v(9 * K * BS * D), x(64 * K * D, .25f);
+        auto q = filled<T>(N * H * D, .5f), out = filled<T>(N * H * D, 0), k = filled<T>(9 * K * BS * D, NAN), v = k, x = filled<T>(64 * K * D, .25f);
         for (int r = 0; r < R; r++) {
             std::vector<int64_t> slots(lens[r]);
             for (int i = 0; i < lens[r]; i++) slots[i] = tables[r * 4 + i / BS] * BS + i % BS;
-            write_f32(x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r], K * D, D, K * D, D, K, D, BS);
+            Write w{x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r], K * D, D, K * D, D, K, D, BS};
+            write<T>(w);
         }
         Step s{q.data(), k.data(), v.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, K, D, BS, window, .1f, 2.f};
-        attend_f32(&s);
-        for (float y : out) if (!(std::fabs(y - .25f) < 1e-5)) { std::puts("wrong"); return 1; }     // all values alike: their mean is one of them
+        attend_alone<T>(s);
+        for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }     // all values alike: their mean is one of them
     }
-    std::puts("clean");
-}'''
+}
+template <typename T> void whole_step() {     // a model of one layer whose weights are all alike
+    const int D = 16, H = 3, K = 1, hidden = 52, inner = 48, vocab = 101, N = 11, BS = 16, P = PER<T>;
+    std::vector<std::vector<T>> kept; kept.reserve(9);
+    auto matrix = [&](int out, int in) { kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f)); return Matrix{(word*)kept.back().data(), nullptr, out, in}; };
+    std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
+    auto k = filled<T>(2 * K * BS * D, NAN), v = k;
+    Layer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden), matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr, k.data(), v.data(), 0, .25f, 1e-5f, 1e-5f};
+    Model m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, BS, 1e-5f};
+    std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
+    for (int i = 0; i < N; i++) slots[i] = BS + i;
+    std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
+    Run r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(), starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
+    run<T>(m, r);
+    for (T y : logits) if (!(std::fabs(one(y) - .52f) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }   // 52 equal numbers, normed to 1, times a hundredth
+}
+int main() { attention<float>(); attention<bf16>(); whole_step<float>(); whole_step<bf16>(); std::puts("clean"); }'''
 
 @needs_compiler
 def test_with_the_address_sanitizer(tmp_path):
     src, exe = tmp_path/'t.cpp', tmp_path/'t'
-    src.write_text(cpu.SOURCE + DRIVER)
+    src.write_text(lean.SOURCE + DRIVER)
     made = subprocess.run(['c++', '-O1', '-g', '-std=c++17', '-march=native', '-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover=all', '-Wno-psabi', str(src), '-o', str(exe)], capture_output=True, text=True)
     if 'cannot find' in made.stderr and 'asan' in made.stderr: pytest.skip('no runtime of the address sanitizer')
     assert made.returncode == 0, made.stderr[-2000:]

@@ -11,24 +11,16 @@ from fastcore.basics import patch
 from ..native import Native
 from ..paged_attention import AttnMeta, TorchBackend
 
-# %% ../../kernels/03_cpu.ipynb #b2960723
+# %% ../../kernels/03_cpu.ipynb #90246f5b
 NUMBERS = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
-struct bf16 { uint16_t bits; };
-inline float one(float x) { return x; }
-inline float one(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float f; std::memcpy(&f, &u, 4); return f; }
-inline void put(float* p, float x) { *p = x; }
-inline void put(bf16* p, float x) {                                              // to the nearest, ties to even
-    uint32_t u; std::memcpy(&u, &x, 4);
-    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}"""
-
-# %% ../../kernels/03_cpu.ipynb #3fb1f1ed
-SOURCE = NUMBERS + r"""
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #if defined(__AVX512F__)
 constexpr int L = 16, ROWS = 8;                                                  // lanes of a register; rows that fit beside each other
 #elif defined(__AVX2__)
@@ -36,179 +28,232 @@ constexpr int L = 8, ROWS = 4;
 #else
 constexpr int L = 4, ROWS = 4;
 #endif
-constexpr int W = 16, KEYS = 64;                                                 // keys of a tile; keys between two looks at the maximum
+struct bf16 { uint16_t bits; };
+typedef uint32_t word;                                                           // one float, or two bf16
 typedef float V __attribute__((vector_size(4 * L), aligned(4), may_alias));
-typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
+typedef word U __attribute__((vector_size(4 * L), aligned(4), may_alias));
 typedef uint16_t H __attribute__((vector_size(2 * L), aligned(2), may_alias));
-constexpr float INF = INFINITY;
-inline V load(const float* p) { return *(const V*)p; }
-inline V load(const bf16* p) { return (V)(__builtin_convertvector(*(const H*)p, I) << 16); }
+template <typename T> constexpr int PER = sizeof(word) / sizeof(T);              // numbers in a word
+
+inline float one(float x) { return x; }
+inline float one(bf16 x) { word u = (word)x.bits << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) {                                              // to the nearest, ties to even
+    word u; std::memcpy(&u, &x, 4);
+    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
 inline V splat(float x) { return V{} + x; }
+inline V load(const float* p) { return *(const V*)p; }
+inline V load(const bf16* p) { return (V)(__builtin_convertvector(*(const H*)p, U) << 16); }
+inline void store(float* p, V x) { *(V*)p = x; }
+inline void store(bf16* p, V x) {
+    const U u = (U)x, rounded = u + 0x7fff + (u >> 16 & 1), nan = (U)(x != x);
+    *(H*)p = __builtin_convertvector(((rounded & ~nan) | (0x7fc00000 & nan)) >> 16, H);
+}
+"""
+
+# %% ../../kernels/03_cpu.ipynb #1aa6c967
+NUMBERS += r"""
+// acc + x * y in each lane; of two bf16, both products
+template <typename T> inline V times(V acc, word x, U y) {
+    const U xs = U{} + x;
+    if constexpr (PER<T> == 1) return acc + (V)xs * (V)y;
+#ifdef __AVX512BF16__
+    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)xs, (__m512bh)y);
+#else
+    constexpr word HIGH = 0xffff0000;
+    return acc + (V)(xs << 16) * (V)(y << 16) + (V)(xs & HIGH) * (V)(y & HIGH);
+#endif
+}
+
+// acc[R][C] += R rows of n words x n rows of C registers
+template <typename T, int R, int C, typename Y> inline void multiply(const word* x, int64_t stride, Y y, int64_t n, V (&acc)[R][C]) {
+    for (int64_t k = 0; k < n; k++) {
+        U ys[C];
+        for (int c = 0; c < C; c++) ys[c] = y(k, c);
+        for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) acc[r][c] = times<T>(acc[r][c], x[r * stride + k], ys[c]);
+    }
+}
+"""
+
+# %% ../../kernels/03_cpu.ipynb #10772d0e
+SOURCE = NUMBERS + r"""
+constexpr int W = 16, KEYS = 64, TILES = KEYS / W;                               // keys of a tile; keys between two looks at the maximum
+constexpr float INF = INFINITY, LOG2E = 1.44269504f;
 inline V larger(V a, V b) { return a > b ? a : b; }
 
 // 2 ** x for x <= 0, and 0 where x is below -120
 inline V exp2v(V x) {
     V y = larger(x, splat(-126.f)), t = y + 12582912.f, f = y - (t - 12582912.f);
     V p = (((((1.535336188e-4f * f + 1.339887440e-3f) * f + 9.618437357e-3f) * f + 5.550332471e-2f) * f + 2.402264791e-1f) * f + 6.931472028e-1f) * f + 1.f;
-    return (V)(((I)p + ((I)t << 23)) & (I)(x > -120.f));
-}"""
-
-# %% ../../kernels/03_cpu.ipynb #c7d8856a
-SOURCE += r"""
-// scores of R rows against the 16 keys of a tile, [D][16]
-template <typename T, int R> inline void scores(const float* q, const T* k, int D, float* s) {
-    for (int part = 0; part < W; part += L) {
-        V a[R], b[R];
-        for (int r = 0; r < R; r++) a[r] = b[r] = V{};
-        for (int d = 0; d < D; d += 2) {
-            V x = load(k + d * W + part), y = load(k + (d + 1) * W + part);
-            for (int r = 0; r < R; r++) { a[r] += q[r * D + d] * x; b[r] += q[r * D + d + 1] * y; }
-        }
-        for (int r = 0; r < R; r++) *(V*)(s + r * KEYS + part) = a[r] + b[r];
-    }
+    return (V)(((U)p + ((U)t << 23)) & (U)(x > -120.f));
 }
 
-// out[R][D] += weights of n keys x values [n][D]
-template <typename T, int R> inline void add_values(const float* p, const T* v, int n, int D, float* out) {
-    int d = 0;
-    for (; d + 2 * L <= D; d += 2 * L) {
-        V a[R], b[R];
-        for (int r = 0; r < R; r++) a[r] = load(out + r * D + d), b[r] = load(out + r * D + d + L);
-        for (int t = 0; t < n; t++) {
-            V x = load(v + t * D + d), y = load(v + t * D + d + L);
-            for (int r = 0; r < R; r++) a[r] += p[r * KEYS + t] * x, b[r] += p[r * KEYS + t] * y;
-        }
-        for (int r = 0; r < R; r++) *(V*)(out + r * D + d) = a[r], *(V*)(out + r * D + d + L) = b[r];
-    }
-    for (; d < D; d += L) {
-        V a[R];
-        for (int r = 0; r < R; r++) a[r] = load(out + r * D + d);
-        for (int t = 0; t < n; t++) { V x = load(v + t * D + d); for (int r = 0; r < R; r++) a[r] += p[r * KEYS + t] * x; }
-        for (int r = 0; r < R; r++) *(V*)(out + r * D + d) = a[r];
-    }
-}
 
-// ask for n numbers that will be wanted soon: nobody guesses where a block table leads
-template <typename T> inline void fetch(const T* p, int64_t n) {
-    for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)p + i);
-}"""
+// where number d of the key, and of the value, at place `at` of a block lies, counted from the block's first
+template <typename T> inline int64_t key_spot(int64_t at, int64_t d, int64_t D) { return at / W * W * D + (d / PER<T> * W + at % W) * PER<T> + d % PER<T>; }
+template <typename T> inline int64_t value_spot(int64_t at, int64_t d, int64_t D) { return (at / PER<T> * D + d) * PER<T> + at % PER<T>; }
 
-# %% ../../kernels/03_cpu.ipynb #0c9d4fd6
-SOURCE += r"""
+
 struct Step {
     const void *q, *k, *v; void* out; const int32_t *tables, *lens, *starts;
     int64_t q_token, q_head, out_token, out_head, requests, width, heads, kv_heads, dim, block_size, window; float scale, cap;   // window 0 and cap 0: none
 };
+"""
 
-// R rows: rows / G consecutive queries of a request, all heads of a group each; the first query sees `first` keys
-template <typename T, int R> void rows(const Step& s, int64_t r, int64_t kv, int64_t token, int64_t first, int head0, int G) {
-    const int D = s.dim, BS = s.block_size, queries = R / G;
-    const int64_t end = first + queries - 1, begin = s.window ? std::max<int64_t>(0, first - s.window) / W * W : 0;
-    static thread_local std::vector<float> memory;
-    memory.assign(2 * R * D, 0.f);
-    float *q = memory.data(), *acc = q + R * D, top[R], sum[R];
-    alignas(64) float p[R * KEYS];
-    auto at = [&](int i) { return std::pair<int64_t, int64_t>(token + i / G, kv * (s.heads / s.kv_heads) + head0 + i % G); };
-    constexpr float LOG2E = 1.44269504f;
-    for (int i = 0; i < R; i++) {
-        auto [t, h] = at(i); const T* x = (const T*)s.q + t * s.q_token + h * s.q_head;
-        for (int d = 0; d < D; d++) q[i * D + d] = one(x[d]) * (s.cap ? s.scale / s.cap : s.scale * LOG2E);
-        top[i] = -INF; sum[i] = 0;
-    }"""
-
-# %% ../../kernels/03_cpu.ipynb #f6710623
+# %% ../../kernels/03_cpu.ipynb #07923bdd
 SOURCE += r"""
+// acc[R][D] += weights of n keys x their values, C registers at a time
+template <typename T, int R, int C, typename Y> inline void add_values(const word* weights, int64_t n, Y y, float* acc, int64_t D) {
+    constexpr int P = PER<T>;
+    V a[R][C];
+    for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) a[i][c] = load(acc + i * D + c * L);
+    multiply<T, R, C>(weights, KEYS / P, y, n / P, a);
+    if (n % P) multiply<T, R, C>(weights + n / P, KEYS / P, [&](int64_t, int c) { return y(n / P, c) & 0xffff; }, 1, a);      // the other half belongs to nobody
+    for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) store(acc + i * D + c * L, a[i][c]);
+}
+"""
+
+# %% ../../kernels/03_cpu.ipynb #ff99da1d
+SOURCE += r"""
+// R rows: R / G consecutive queries of a request, all heads of a group each; the first query sees `first` keys
+template <typename T, int R> void rows(const Step& s, int64_t r, int64_t kv, int64_t token, int64_t first, int head0, int G) {
+    constexpr int P = PER<T>, C = L == 16 && R <= 6 ? 4 : 2;
+    const int64_t D = s.dim, BS = s.block_size, end = first + R / G - 1, begin = s.window ? std::max<int64_t>(0, first - s.window) / W * W : 0;
+    static thread_local std::vector<word> memory;
+    memory.assign(R * (D / P + D), 0);
+    word* q = memory.data(); float *acc = (float*)(q + R * D / P), top[R], sum[R];
+    alignas(64) float p[R * KEYS]; alignas(64) T weights[R * KEYS];
+    auto head = [&](int i) { return std::pair<int64_t, int64_t>(token + i / G, kv * (s.heads / s.kv_heads) + head0 + i % G); };
+    for (int i = 0; i < R; i++) {
+        auto [t, h] = head(i);
+        std::memcpy(q + i * D / P, (const T*)s.q + t * s.q_token + h * s.q_head, D * sizeof(T));
+        top[i] = -INF; sum[i] = 0;
+    }
+    const word *k = (const word*)s.k, *v = (const word*)s.v;
     const int32_t* table = s.tables + r * s.width;
-    const int64_t block = s.kv_heads * BS * D, tile = W * D;
-    auto keys = [&](int64_t pos) { return (const T*)s.k + table[pos / BS] * block + kv * BS * D + pos % BS / W * tile; };
-    auto values = [&](int64_t pos) { return (const T*)s.v + table[pos / BS] * block + (kv * BS + pos % BS) * D; };
+    int64_t at[TILES], next[TILES];                                              // where the tiles of these keys begin, and those of the next, in words
+    auto find = [&](int64_t j, int64_t* at) { for (int i = 0; i < TILES; i++) {
+        const int64_t pos = std::min(j + i * W, (end - 1) / W * W);
+        at[i] = ((table[pos / BS] * s.kv_heads + kv) * BS + pos % BS) * D / P;
+    } };
+"""
+
+# %% ../../kernels/03_cpu.ipynb #8e4e139e
+SOURCE += r"""
+    find(begin, next);
     for (int64_t j = begin; j < end; j += KEYS) {
-        const int n = std::min<int64_t>(KEYS, end - j), tiles = (n + W - 1) / W;
-        for (int i = 0; i < tiles; i++) {
-            const int64_t pos = j + i * W;
-            fetch(values(pos), tile);                                            // on its way while scores are computed
-            scores<T, R>(q, keys(pos), D, p + i * W);
+        const int n = std::min<int64_t>(KEYS, end - j), groups = (n + L - 1) / L;
+        std::copy(next, next + TILES, at); find(j + KEYS, next);
+        for (int g = 0; g < groups; g += C) {
+            V a[R][C] = {};
+            multiply<T, R, C>(q, D / P, [&](int64_t d, int c) {
+                const int64_t spot = at[(g + c) * L / W] + d * W + (g + c) * L % W;
+                __builtin_prefetch(v + spot, 0, 2);                            // the value, on its way while scores are computed
+                return *(const U*)(k + spot);
+            }, D / P, a);
+            for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) store(p + i * KEYS + (g + c) * L, a[i][c]);
         }
         for (int i = 0; i < R; i++) {
             const int64_t last = first + i / G, start = s.window ? last - s.window : 0;      // this row sees keys start .. last - 1
             V m = splat(-INF); float t[L];
-            for (int g = 0; g < tiles * W / L; g++) {
+            for (int g = 0; g < groups; g++) {
                 V x = load(p + i * KEYS + g * L);
-                if (s.cap) { V e = exp2v((x > 0 ? x : -x) * (-2 * LOG2E)), c = (s.cap * LOG2E) * (1.f - e) / (1.f + e); x = x < 0 ? -c : c; }
+                if (s.cap) { x *= s.scale / s.cap; V e = exp2v((x > 0 ? x : -x) * (-2 * LOG2E)), c = (s.cap * LOG2E) * (1.f - e) / (1.f + e); x = x < 0 ? -c : c; }
+                else x *= s.scale * LOG2E;
                 const int64_t pos = j + g * L;
                 if (pos + L > last || pos < start) for (int l = 0; l < L; l++) if (pos + l >= last || pos + l < start) x[l] = -INF;
-                *(V*)(p + i * KEYS + g * L) = x; m = larger(x, m);
+                store(p + i * KEYS + g * L, x); m = larger(x, m);
             }
-            std::memcpy(t, &m, sizeof t);
+            store(t, m);
             float best = top[i];
-            for (int l = 0; l < L; l++) best = std::max(best, t[l]);"""
+            for (int l = 0; l < L; l++) best = std::max(best, t[l]);
+"""
 
-# %% ../../kernels/03_cpu.ipynb #8ec13ea0
+# %% ../../kernels/03_cpu.ipynb #146d5e53
 SOURCE += r"""
-            if (best == -INF) { std::fill(p + i * KEYS, p + i * KEYS + tiles * W, 0.f); continue; }
+            if (best == -INF) { std::memset(weights + i * KEYS, 0, KEYS * sizeof(T)); continue; }
             V total = V{};
-            for (int g = 0; g < tiles * W / L; g++) { V e = exp2v(load(p + i * KEYS + g * L) - best); *(V*)(p + i * KEYS + g * L) = e; total += e; }
-            std::memcpy(t, &total, sizeof t);
+            for (int g = 0; g < groups; g++) { V e = exp2v(load(p + i * KEYS + g * L) - best); store(weights + i * KEYS + g * L, e); total += e; }
+            store(t, total);
             if (best > top[i]) {
                 const float shrink = top[i] == -INF ? 0.f : std::exp2(top[i] - best);
                 sum[i] *= shrink;
-                for (int d = 0; d < D; d += L) *(V*)(acc + i * D + d) *= shrink;
+                for (int d = 0; d < D; d += L) store(acc + i * D + d, load(acc + i * D + d) * shrink);
                 top[i] = best;
             }
             for (int l = 0; l < L; l++) sum[i] += t[l];
         }
-        for (int i = 0; i < tiles; i++) {
-            const int64_t pos = j + i * W;
-            if (pos + KEYS < end) fetch(keys(pos + KEYS), tile);
-            add_values<T, R>(p + i * W, values(pos), std::min<int64_t>(W, end - pos), D, acc);
-        }
+        int64_t d = 0;
+        auto value = [&](int64_t t, int c) {
+            const int64_t step = t % (W / P) * D + d + c * L;
+            __builtin_prefetch(k + next[t / (W / P)] + step, 0, 2);        // a key of the next 64
+            return *(const U*)(v + at[t / (W / P)] + step);
+        };
+        for (; d + C * L <= D; d += C * L) add_values<T, R, C>((const word*)weights, n, value, acc + d, D);
+        for (; d < D; d += L) add_values<T, R, 1>((const word*)weights, n, value, acc + d, D);
     }
     for (int i = 0; i < R; i++) {
-        auto [t, h] = at(i); T* o = (T*)s.out + t * s.out_token + h * s.out_head;
-        for (int d = 0; d < D; d++) put(o + d, acc[i * D + d] / sum[i]);
+        auto [t, h] = head(i); T* o = (T*)s.out + t * s.out_token + h * s.out_head;
+        for (int d = 0; d < D; d += L) store(o + d, load(acc + i * D + d) / sum[i]);
     }
-}"""
+}
+"""
 
-# %% ../../kernels/03_cpu.ipynb #a3c0e5b5
+# %% ../../kernels/03_cpu.ipynb #382fc1fe
 SOURCE += r"""
 template <typename T, int R = ROWS> void rows_of(int n, const Step& s, int64_t r, int64_t kv, int64_t token, int64_t first, int head0, int G) {
     if constexpr (R > 0) { if (n == R) rows<T, R>(s, r, kv, token, first, head0, G); else rows_of<T, R - 1>(n, s, r, kv, token, first, head0, G); }
 }
 
-template <typename T> void attend(const Step& s) {
-    const int G = s.heads / s.kv_heads, per = std::max(1, ROWS / G);                // queries that share their loads
-    std::vector<std::pair<int32_t, int32_t>> items;                              // request, first query
-    for (int r = 0; r < s.requests; r++) for (int i = 0; i < s.starts[r + 1] - s.starts[r]; i += per) items.emplace_back(r, i);
-    #pragma omp parallel for schedule(dynamic, 1) collapse(2)
-    for (size_t w = 0; w < items.size(); w++) for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-        auto [r, i] = items[w]; const int m = s.starts[r + 1] - s.starts[r], n = std::min(per, m - i);
+typedef std::vector<std::pair<int32_t, int32_t>> Items;                          // request, first query
+inline Items items(const Step& s) {
+    const int per = std::max<int>(1, ROWS / (s.heads / s.kv_heads));             // queries that share their loads
+    Items all;
+    for (int r = 0; r < s.requests; r++) for (int i = 0; i < s.starts[r + 1] - s.starts[r]; i += per) all.emplace_back(r, i);
+    return all;
+}
+template <typename T> void attend(const Step& s, const Items& all) {
+    const int G = s.heads / s.kv_heads, per = std::max(1, ROWS / G);
+    #pragma omp for schedule(dynamic, 1) collapse(2)
+    for (size_t w = 0; w < all.size(); w++) for (int64_t kv = 0; kv < s.kv_heads; kv++) {
+        auto [r, i] = all[w]; const int m = s.starts[r + 1] - s.starts[r], n = std::min(per, m - i);
         const int64_t first = s.lens[r] - m + i + 1;
         for (int g = 0; g < G; g += ROWS) { const int part = std::min(ROWS, G - g); rows_of<T>(n * part, s, r, kv, s.starts[r] + i, first, g, part); }
     }
 }
-extern "C" void attend_f32(const Step* s) { attend<float>(*s); }
-extern "C" void attend_bf16(const Step* s) { attend<bf16>(*s); }
+"""
 
-template <typename T> void write(const T* k, const T* v, T* kc, T* vc, const int64_t* slots, int64_t tokens, int64_t token, int64_t head, int64_t v_token, int64_t v_head, int64_t K, int64_t D, int64_t BS) {
-    #pragma omp parallel for if (tokens > 64)
-    for (int64_t t = 0; t < tokens; t++) {
-        if (slots[t] < 0) continue;
-        const int64_t b = slots[t] / BS, i = slots[t] % BS;
+# %% ../../kernels/03_cpu.ipynb #c3f8a9f2
+SOURCE += r"""
+struct Write { const void *k, *v; void *kc, *vc; const int64_t* slots; int64_t tokens, k_token, k_head, v_token, v_head, kv_heads, dim, block_size; };
+template <typename T> void write(const Write& w) {
+    const int64_t K = w.kv_heads, D = w.dim, BS = w.block_size;
+    #pragma omp parallel for if (w.tokens > 64)
+    for (int64_t t = 0; t < w.tokens; t++) {
+        if (w.slots[t] < 0) continue;
         for (int64_t h = 0; h < K; h++) {
-            const T *x = k + t * token + h * head, *y = v + t * v_token + h * v_head;
-            T *to = kc + (b * K + h) * BS * D + i / W * W * D + i % W, *vt = vc + ((b * K + h) * BS + i) * D;
-            for (int64_t d = 0; d < D; d++) to[d * W] = x[d];
-            std::memcpy(vt, y, D * sizeof(T));
+            const int64_t first = (w.slots[t] / BS * K + h) * BS * D, at = w.slots[t] % BS;
+            const T *x = (const T*)w.k + t * w.k_token + h * w.k_head, *y = (const T*)w.v + t * w.v_token + h * w.v_head;
+            T *kc = (T*)w.kc + first, *vc = (T*)w.vc + first;
+            for (int64_t d = 0; d < D; d++) { kc[key_spot<T>(at, d, D)] = x[d]; vc[value_spot<T>(at, d, D)] = y[d]; }
         }
     }
 }
-extern "C" void write_f32(const float* k, const float* v, float* kc, float* vc, const int64_t* slots, int64_t n, int64_t a, int64_t b, int64_t c, int64_t d, int64_t K, int64_t D, int64_t BS) { write(k, v, kc, vc, slots, n, a, b, c, d, K, D, BS); }
-extern "C" void write_bf16(const bf16* k, const bf16* v, bf16* kc, bf16* vc, const int64_t* slots, int64_t n, int64_t a, int64_t b, int64_t c, int64_t d, int64_t K, int64_t D, int64_t BS) { write(k, v, kc, vc, slots, n, a, b, c, d, K, D, BS); }
+extern "C" void write_f32(const Write* w) { write<float>(*w); }
+extern "C" void write_bf16(const Write* w) { write<bf16>(*w); }
+template <typename T> void attend_alone(const Step& s) {
+    const Items all = items(s);
+    #pragma omp parallel
+    attend<T>(s, all);
+}
+extern "C" void attend_f32(const Step* s) { attend_alone<float>(*s); }
+extern "C" void attend_bf16(const Step* s) { attend_alone<bf16>(*s); }
 """
 
-# %% ../../kernels/03_cpu.ipynb #a20e2216
+# %% ../../kernels/03_cpu.ipynb #579232a4
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-ATTENTION = Native('attention', SOURCE, {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(attend=[_P], write=[_P] * 5 + [_N] * 8).items()}, flags=('-ffp-contract=fast', '-Wno-psabi'))
+ATTENTION = Native('attention', SOURCE, {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(attend=[_P], write=[_P]).items()}, flags=('-ffp-contract=fast', '-Wno-psabi'))
 _NAMES = {torch.float32: 'f32', torch.bfloat16: 'bf16'}
 
 def ready(
@@ -222,24 +267,27 @@ class _Step(ctypes.Structure):
     _fields_ = [(n, _P) for n in 'q k v out tables lens starts'.split()] + [
         (n, _N) for n in 'q_token q_head out_token out_head requests width heads kv_heads dim block_size window'.split()] + [('scale', ctypes.c_float), ('cap', ctypes.c_float)]
 
+class _Write(ctypes.Structure):
+    _fields_ = [(n, _P) for n in 'k v kc vc slots'.split()] + [(n, _N) for n in 'tokens k_token k_head v_token v_head kv_heads dim block_size'.split()]
+
 def available(
     dtype:torch.dtype, block_size:int, head_dim:int,
 )->bool:
     "Can this kernel serve such a model here? Compiles it if need be"
     return dtype in _NAMES and block_size % 16 == 0 and head_dim % 16 == 0 and ready(ATTENTION)
 
-# %% ../../kernels/03_cpu.ipynb #f61347d3
+# %% ../../kernels/03_cpu.ipynb #180f2fb9
 class CPUBackend(TorchBackend):
-    "Keeps keys in turned tiles of 16; writes and attends in C++"
+    "Keeps keys in turned tiles of 16, bfloat16 in pairs; writes and attends in C++"
     def __init__(self,
         num_blocks:int, block_size:int, num_layers:int, num_kv_heads:int, head_dim:int,
         dtype:torch.dtype=torch.float32, device='cpu',
     ):
         if torch.device(device).type != 'cpu' or not available(dtype, block_size, head_dim):
             raise ValueError(f"backend='cpu' for {dtype} on {device}, block_size={block_size}, head_dim={head_dim}: needs a CPU, a C++ compiler, float32 or bfloat16, and multiples of 16")
-        self.block_size, B, lib = block_size, num_blocks + 1, ATTENTION.lib
-        make = lambda *shape: [torch.zeros(B, num_kv_heads, *shape, dtype=dtype, device='cpu') for _ in range(num_layers)]
-        self.k, self.v = make(block_size // 16, head_dim, 16), make(block_size, head_dim)
+        self.block_size, self.shape, per, lib = block_size, (num_kv_heads, head_dim), 4 // dtype.itemsize, ATTENTION.lib
+        make = lambda *shape: [torch.zeros(num_blocks + 1, num_kv_heads, *shape, dtype=dtype, device='cpu') for _ in range(num_layers)]
+        self.k, self.v = make(block_size // 16, head_dim // per, 16, per), make(block_size // per, head_dim, per)
         self._attend, self._write = (getattr(lib, f'{f}_{_NAMES[dtype]}') for f in ('attend', 'write'))
 
     def prepare(self, meta:AttnMeta):
@@ -247,14 +295,14 @@ class CPUBackend(TorchBackend):
         meta.backend, ints = self, lambda x: torch.tensor(x, dtype=torch.int32, device='cpu')
         meta.scratch.update(tables=meta.block_tables.int(), lens=ints(meta.seq_lens), starts=ints([*meta.starts, sum(meta.query_lens)]))
 
-# %% ../../kernels/03_cpu.ipynb #3d84ac77
+# %% ../../kernels/03_cpu.ipynb #b847bc4b
 @patch
 def write(self:CPUBackend, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta):
     "Write the step's keys and values, [T, K, D], into their slots"
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    kc, vc, slots = self.k[layer], self.v[layer], meta.slot_mapping
-    if not k.dtype == v.dtype == kc.dtype or k.shape != v.shape or k.shape[1:] != vc.shape[1::2]: raise ValueError(f"keys {k.dtype} {tuple(k.shape)} and values {v.dtype} {tuple(v.shape)} for a cache of {kc.dtype}, {vc.shape[1]} heads of {vc.shape[3]}")
-    self._write(k.data_ptr(), v.data_ptr(), kc.data_ptr(), vc.data_ptr(), slots.data_ptr(), len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *vc.shape[1::2], self.block_size)
+    kc, vc = self.k[layer], self.v[layer]
+    if not k.dtype == v.dtype == kc.dtype or k.shape != v.shape or tuple(k.shape[1:]) != self.shape: raise ValueError(f"keys {k.dtype} {tuple(k.shape)} and values {v.dtype} {tuple(v.shape)} for a cache of {kc.dtype}, {self.shape[0]} heads of {self.shape[1]}")
+    self._write(ctypes.byref(_Write(k.data_ptr(), v.data_ptr(), kc.data_ptr(), vc.data_ptr(), meta.slot_mapping.data_ptr(), len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *self.shape, self.block_size)))
 
 @patch
 def attend(self:CPUBackend,
@@ -264,9 +312,9 @@ def attend(self:CPUBackend,
 )->torch.Tensor:          # [T, H, D]
     "Attention of a packed step over this backend's blocks"
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out, s, (_, K, bs, D) = q.new_empty(q.shape), meta.scratch, self.v[layer].shape
+    out, s, (K, D) = q.new_empty(q.shape), meta.scratch, self.shape
     if q.dtype != self.v[layer].dtype or q.shape[1] % K or q.shape[2] != D: raise ValueError(f"queries {q.dtype} {tuple(q.shape)} for a cache of {self.v[layer].dtype}, {K} heads of {D}")
     step = _Step(q.data_ptr(), self.k[layer].data_ptr(), self.v[layer].data_ptr(), out.data_ptr(), s['tables'].data_ptr(), s['lens'].data_ptr(), s['starts'].data_ptr(),
-                 q.stride(0), q.stride(1), out.stride(0), out.stride(1), len(s['lens']), s['tables'].shape[1], q.shape[1], K, D, bs, window or 0, scaling, softcap or 0.)
+                 q.stride(0), q.stride(1), out.stride(0), out.stride(1), len(s['lens']), s['tables'].shape[1], q.shape[1], K, D, self.block_size, window or 0, scaling, softcap or 0.)
     self._attend(ctypes.byref(step))
     return out
