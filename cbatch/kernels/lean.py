@@ -15,40 +15,46 @@ from ..model import CausalLM
 from ..native import Native
 from ..paged_attention import AttnMeta
 
-# %% ../../kernels/03a_lean_model.ipynb #cfd73459
+# %% ../../kernels/03a_lean_model.ipynb #08b7a1fe
 SOURCE = ATTENTION.source + r"""
 #include <chrono>
+#include <sys/mman.h>
 constexpr int WIDE = 48;                                                         // columns of a panel
 struct Matrix { const word* panels; const float* bias; int64_t out, in; };       // [panels][in, words][48 words]
 
 template <typename T> inline void store_some(T* p, V x, int64_t n) { if (n >= L) store(p, x); else for (int l = 0; l < n; l++) put(p + l, x[l]); }
 
-// R rows of x through a panel
-template <typename T, int R, typename S> void through(const Matrix& m, const T* x, int64_t p, S save) {
+// R rows of x through a panel; meanwhile, ask for `step` words at `ahead` for each row of it
+template <typename T, int R, typename S> void through(const Matrix& m, const T* x, int64_t p, const word* ahead, int64_t step, S save) {
     constexpr int C = 3;
     const int64_t n = m.in / PER<T>;
     const word* panel = m.panels + p * n * WIDE;
     for (int from = 0; from < WIDE; from += C * L) {
         V a[R][C] = {};
-        multiply<T, R, C>((const word*)x, n, [&](int64_t k, int c) { return *(const U*)(panel + k * WIDE + from + c * L); }, n, a);
+        multiply<T, R, C>((const word*)x, n, [&](int64_t k, int c) {
+            __builtin_prefetch(ahead + k * step + from + c * L, 0, 2);
+            return *(const U*)(panel + k * WIDE + from + c * L);
+        }, n, a);
         for (int c = 0; c < C; c++) for (int r = 0; r < R; r++) {
             const int64_t column = p * WIDE + from + c * L;
             if (column < m.out) save(r, column, m.bias ? a[r][c] + load(m.bias + column) : a[r][c]);
         }
     }
 }
-template <typename T, int R = ROWS, typename S> void through_of(int n, const Matrix& m, const T* x, int64_t p, S save) {
-    if constexpr (R > 0) { if (n == R) through<T, R>(m, x, p, save); else through_of<T, R - 1>(n, m, x, p, save); }
+template <typename T, int R = ROWS, typename S> void through_of(int n, const Matrix& m, const T* x, int64_t p, const word* ahead, int64_t step, S save) {
+    if constexpr (R > 0) { if (n == R) through<T, R>(m, x, p, ahead, step, save); else through_of<T, R - 1>(n, m, x, p, ahead, step, save); }
 }
 
 // save(row, column, lanes) for all of x [tokens, in] @ matrix
 template <typename T, typename S> void product(const Matrix& m, const T* x, int64_t tokens, int64_t threads, S save) {
     const int64_t panels = (m.out + WIDE - 1) / WIDE, blocks = (tokens + ROWS - 1) / ROWS, parts = std::max<int64_t>(1, std::min(blocks, 4 * threads / panels));
+    const int64_t size = m.in / PER<T> * WIDE, step = blocks > 1 && blocks <= 8 ? WIDE / blocks : 0;      // one block waits for memory anyway, and many have time
     #pragma omp for schedule(static) collapse(2)
     for (int64_t p = 0; p < panels; p++) for (int64_t part = 0; part < parts; part++)
         for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) {
             const int64_t t = tokens * b / blocks, end = tokens * (b + 1) / blocks;
-            through_of<T>(end - t, m, x + t * m.in, p, [&](int64_t r, int64_t column, V y) { save(t + r, column, y); });
+            const word* ahead = m.panels + (step && p + 1 < panels ? (p + 1) * size + size * b / blocks : p * size);
+            through_of<T>(end - t, m, x + t * m.in, p, ahead, step, [&](int64_t r, int64_t column, V y) { save(t + r, column, y); });
         }
 }
 """
@@ -169,7 +175,7 @@ extern "C" void run_f32(const Model* m, const Run* s) { run<float>(*m, *s); }
 extern "C" void run_bf16(const Model* m, const Run* s) { run<bf16>(*m, *s); }
 """
 
-# %% ../../kernels/03a_lean_model.ipynb #df211b9e
+# %% ../../kernels/03a_lean_model.ipynb #e2ff86b8
 SOURCE += r"""
 template <typename T> void piece(const Model& m, const Run& s, int64_t i, int what) {
     const Layer& layer = m.layers[i < m.num_layers ? i : 0];
@@ -187,11 +193,19 @@ template <typename T> void piece(const Model& m, const Run& s, int64_t i, int wh
 }
 extern "C" void piece_f32(const Model* m, const Run* s, int64_t i, int64_t what) { piece<float>(*m, *s, i, what); }
 extern "C" void piece_bf16(const Model* m, const Run* s, int64_t i, int64_t what) { piece<bf16>(*m, *s, i, what); }
+
+// ask for large pages, where there are any
+extern "C" void huge(char* p, int64_t n) {
+#ifdef MADV_HUGEPAGE
+    const int64_t page = 1 << 21, skip = -(int64_t)p & (page - 1);
+    if (n > skip) madvise(p + skip, (n - skip) & ~(page - 1), MADV_HUGEPAGE);
+#endif
+}
 """
 
-# %% ../../kernels/03a_lean_model.ipynb #617c5a62
+# %% ../../kernels/03a_lean_model.ipynb #e5aeaad6
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-STEP = Native('lean', SOURCE, {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(run=[_P, _P], piece=[_P, _P, _N, _N]).items()}, flags=('-ffp-contract=fast', '-fno-math-errno', '-Wno-psabi'))
+STEP = Native('lean', SOURCE, {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(run=[_P, _P], piece=[_P, _P, _N, _N]).items()} | dict(huge=[_P, _N]), flags=('-ffp-contract=fast', '-fno-math-errno', '-Wno-psabi'))
 
 def _struct(name:str, **fields): return type(name, (ctypes.Structure,), dict(_fields_=[(n, t) for t, names in ((_P, fields.get('p', '')), (_N, fields.get('n', '')), (_F, fields.get('f', ''))) for n in names.split()]))
 _Matrix = _struct('_Matrix', p='panels bias', n='out in_')
@@ -238,7 +252,7 @@ def fits(
         and all(type(p) is torch.nn.Linear for p in (*[getattr(l.self_attn, f'{n}_proj') for n in 'qkvo'], l.mlp.gate_proj, l.mlp.up_proj, l.mlp.down_proj))
         for l in hf.model.layers) and all(x.softcap is None for x in model.layers)
 
-# %% ../../kernels/03a_lean_model.ipynb #81be1ee9
+# %% ../../kernels/03a_lean_model.ipynb #4d406c49
 def tiles()->bool:
     "Does this processor multiply tiles of bfloat16 (AMX)?"
     return getattr(torch.cpu, '_is_amx_tile_supported', bool)()
@@ -249,9 +263,10 @@ class LeanModel:
         model:CausalLM, backend:CPUBackend,
         onednn:bool|None=None, # leave the products to oneDNN, a call each; None: where that has tiles
     ):
-        hf, self.dtype, self.kept, self.products = model.hf_model, model.dtype, [], []
+        hf, self.dtype, self.kept, self.products, self.room = model.hf_model, model.dtype, [], [], None
         self.onednn = model.dtype == torch.bfloat16 and tiles() if onednn is None else onednn
         self.embed, self.rotary, self.backend, self.vocab_size = hf.model.embed_tokens.weight, hf.model.rotary_emb, backend, len(hf.lm_head.weight)
+        self.huge = STEP.lib.huge
         self.layers = (_Layer * model.num_layers)(*[self._layer(l, asked, *kv) for l, asked, *kv in zip(hf.model.layers, model.layers, backend.k, backend.v)])
         heads, inner = model.layers[0].num_heads, -(-model.config.intermediate_size // 16) * 16
         self.sizes = model.config.hidden_size, heads * model.head_dim, (heads + 2 * model.num_kv_heads) * model.head_dim, inner
@@ -267,6 +282,15 @@ class LeanModel:
 
     def _keep(self, x:torch.Tensor)->int: self.kept.append(x); return x.data_ptr()
 
+    def _roomy(self, x:torch.Tensor)->int:
+        "Keep a copy where pages are large: less to look up while weights stream by"
+        size = -(-x.nbytes // 64) * 64
+        if self.room is None or len(self.room) < size:
+            self.room = torch.empty(max(size, 1 << 26), dtype=torch.uint8)
+            self.huge(self._keep(self.room), len(self.room))
+        to, self.room = self.room[:x.nbytes].view(x.dtype), self.room[size:]
+        return to.copy_(x.flatten()).data_ptr()
+
     def _floats(self, module)->int|None: return None if module is None else self._keep(module.weight.detach().float())
 
 def lean(
@@ -275,7 +299,7 @@ def lean(
     "The lean model, where model and backend allow it"
     if isinstance(backend, CPUBackend) and fits(model) and ready(STEP): return LeanModel(model, backend)
 
-# %% ../../kernels/03a_lean_model.ipynb #46aa37cc
+# %% ../../kernels/03a_lean_model.ipynb #14d07107
 @patch
 def _matrix(self:LeanModel,
     parts:list,     # `nn.Linear`s that share their input: their outputs come side by side
@@ -286,7 +310,7 @@ def _matrix(self:LeanModel,
     weight = F.pad(torch.cat([pad(p.weight.detach(), out) for p in parts]), (0, -parts[0].in_features % in_))
     bias = None if all(p.bias is None for p in parts) else torch.cat([pad(p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach(), out) for p in parts])
     if self.onednn: self.products.append(Product(weight, bias)); return _Matrix()
-    return _Matrix(self._keep(panels(weight)), None if bias is None else self._keep(pad(bias.float(), WIDE)), *weight.shape)
+    return _Matrix(self._roomy(panels(weight)), None if bias is None else self._keep(pad(bias.float(), WIDE)), *weight.shape)
 
 @patch
 def _layer(self:LeanModel, l, asked, k, v)->_Layer:
