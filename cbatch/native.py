@@ -31,7 +31,7 @@ def _warn(what:str):
     "Say it once in a process"
     warnings.warn(f'{what}; going on with torch', stacklevel=3)
 
-# %% ../nbs/01b_native.ipynb #f0d2240c
+# %% ../nbs/01b_native.ipynb #06c5a893
 KERNELS = {}   # name -> Native: what `build_all` builds
 
 class Native:
@@ -43,7 +43,7 @@ class Native:
         flags:tuple=(),  # further arguments of the compiler
     ):
         self.name, self.source, self.functions = name, source, functions
-        self.flags = ['-O3', '-std=c++17', '-march=native', '-ffp-contract=off', '-shared', '-fPIC', *(['-fopenmp'] if sys.platform == 'linux' else []), *flags]
+        self.flags = ['-O3', '-std=c++17', '-mcpu=native' if platform.machine().lower() in ('arm64', 'aarch64') else '-march=native', '-ffp-contract=off', '-shared', '-fPIC', *(['-fopenmp'] if sys.platform == 'linux' else []), *flags]
         KERNELS[name] = self
 
     @functools.cached_property

@@ -106,7 +106,7 @@ def shorter(self:Workload,
     "Without those who would not fit a model"
     return self._with(x for x in self.items if x.prompt_len + x.output_len <= max_model_len)
 
-# %% ../nbs/15_workloads.ipynb #8240eaea
+# %% ../nbs/15_workloads.ipynb #dc73a9a0
 def lognormal_lens(
     rng, n:int,     # a numpy generator; how many
     mean:float,     # of the distribution, before it is cut
@@ -122,20 +122,21 @@ def drawn(
     range_out:tuple=(4, 384),
     seed:int=0,
     max_num_seqs:int=32,
+    mean_in:float=128,     # of the prompts, sigma 0.8, from 8 to four times the mean
 )->Workload:
-    "`n` requests at once: prompts of mean 128 (sigma 0.8, 8 to 512), then answers"
+    "`n` requests at once: prompts, then answers"
     rng = np.random.default_rng(seed)
-    prompts = lognormal_lens(rng, n, 128, .8, 8, 512)
+    prompts = lognormal_lens(rng, n, mean_in, .8, 8, 4 * mean_in)
     outs = lognormal_lens(rng, n, mean_out, sigma, *range_out)
     return Workload(name, [WorkItem(o, [(f'{name}/{i}', p)]) for i, (p, o) in enumerate(zip(prompts, outs))], max_num_seqs)
 
 def w64(seed:int=0)->Workload: return drawn('W64', 64, seed=seed)
 def w256(seed:int=0)->Workload: return drawn('W256', 256, seed=seed)
 
-# %% ../nbs/15_workloads.ipynb #eb4a1cca
+# %% ../nbs/15_workloads.ipynb #18a7683c
 def heavy(seed:int=0)->Workload:
-    "Answers with a heavy tail: sigma 1.6, mean 48 before the cut, 1 to 1,024 tokens"
-    return drawn('heavy', 1024, 1.6, 48, (1, 1024), seed)
+    "Short questions, of mean 32, and answers with a heavy tail: sigma 1.6, mean 48 before the cut, 1 to 1,024 tokens"
+    return drawn('heavy', 1024, 1.6, 48, (1, 1024), seed, mean_in=32)
 
 # %% ../nbs/15_workloads.ipynb #23a0cc69
 def arrivals(

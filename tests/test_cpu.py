@@ -3,7 +3,7 @@ import math, os, platform, random, shutil, subprocess, sys
 from functools import partial
 import pytest, torch
 from cbatch import LLM, SamplingParams
-from cbatch.core import EngineConfig, Plan, Request, Scheduled
+from cbatch.core import EngineConfig, Padding, Plan, Request, Scheduled
 from cbatch.kernels import cpu, lean
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
@@ -59,10 +59,17 @@ def step(lm, prompts, backend='auto', onednn=None):
     assert (runner.lean is None) == (backend == 'torch')
     return dict(zip((int(r.request_id) for r in batch.sampling), out))
 
+def shaken(lm):
+    "The same model, with norms and biases that are not all alike: those of a new model are ones and zeros, and nobody would see them ignored"
+    g = torch.Generator().manual_seed(5)
+    for p in lm.hf_model.parameters():
+        if p.dim() == 1: p.data += .3 * torch.randn(p.shape, generator=g)
+    return lm
+
 def logits_differ(arch, dtype, onednn=None, **sizes):
     "How far the logits of the lean model and of transformers' modules, both in `dtype`, are from those in float32 with the same weights, relative to the largest; the last prompt is one token"
     cpu, prompts = torch.device('cpu'), [*PROMPTS, [7]]
-    rounded = lambda to: tiny_lm(arch, **sizes).to(dtype, cpu).to(to, cpu)
+    rounded = lambda to: shaken(tiny_lm(arch, **sizes)).to(dtype, cpu).to(to, cpu)
     ref = step(rounded(torch.float32), prompts, 'torch')
     return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref) for got in (step(rounded(dtype), prompts, onednn=onednn), step(rounded(dtype), prompts, 'torch'))]
 
@@ -109,7 +116,7 @@ PATHS = {'torch': dict(backend='torch', lean=False), 'attention in C++': dict(le
 @pytest.mark.parametrize('arch', ['llama', 'mistral', 'qwen2', 'qwen3', 'gemma2'])
 def test_every_path_is_token_equal(arch, path):
     "Chunks, a pool that runs short in both ways, prefix hits: the oracle's tokens in float32"
-    lm = tiny_lm(arch); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
+    lm = shaken(tiny_lm(arch)); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
     for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
         with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how, **PATHS[path]) as llm:
             used = 'torch' if type(llm.runner.backend) is TorchBackend else 'lean' if llm.runner.lean else 'attention in C++'
@@ -125,6 +132,50 @@ def test_every_path_is_token_equal(arch, path):
 def test_lean_logits(dtype, onednn, sizes):
     "Widths that fill no panel, no register and no pair"
     for arch in lean.KINDS: assert logits_are_right(arch, dtype, onednn, **sizes)
+
+@needs_compiler
+@pytest.mark.parametrize('onednn', [False, True], ids=['own products', 'oneDNN'])
+@pytest.mark.parametrize('arch,config', [('qwen3', dict(use_sliding_window=True, sliding_window=9, num_hidden_layers=3, layer_types=['full_attention', 'sliding_attention', 'full_attention'])),
+                                         ('qwen2', dict(use_sliding_window=True, sliding_window=5, num_hidden_layers=2, layer_types=['sliding_attention', 'full_attention'])),
+                                         ('qwen3', dict(attention_bias=True)), ('llama', dict(attention_bias=True, mlp_bias=True)), ('llama', dict(tie_word_embeddings=True, rms_norm_eps=.3)), ('mistral', dict(sliding_window=3))])
+def test_lean_logits_of_other_configurations(arch, config, onednn):
+    "Windows of some layers, biases everywhere, norms and biases that differ"
+    assert logits_are_right(arch, torch.float32, onednn, **config)
+
+@needs_compiler
+def test_padding_leaves_the_others_and_the_cache_alone():
+    lm = tiny_lm('llama'); runner = ModelRunner(lm, EngineConfig(), 4)
+    r = Request('a', list(range(20)), sp(1), 9, block_table=[1, 2])
+    def run(padding):
+        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); runner.backend.prepare(batch.meta)
+        with torch.no_grad(): return runner.forward(batch)
+    want = run([]); caches = [c.clone() for c in runner.backend.k + runner.backend.v]
+    assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and runner.lean
+    assert all(torch.equal(a, b) for a, b in zip(caches, runner.backend.k + runner.backend.v))
+
+@needs_compiler
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
+@pytest.mark.parametrize('window', [None, 1, 20, 64, 100])
+def test_how_a_prompt_is_cut_changes_no_bit(dtype, window):
+    "250 queries in one chunk, alone, and in pieces of seven"
+    n, K, D, be = 250, 2, 32, backend(16, 2, 32, [250], dtype)
+    g = torch.Generator().manual_seed(1); k, v = torch.randn(2, n, K, D, generator=g).to(dtype); q = torch.randn(n, 6, D, generator=g).to(dtype)
+    table = list(range(1, 17)); be.write(0, k, v, AttnMeta([n], [n], torch.tensor([table]), torch.tensor(slot_mapping(table, 0, n, 16))))
+    def attend(start, stop):
+        meta = AttnMeta([stop - start], [stop], torch.tensor([table]), None); be.prepare(meta)
+        return be.attend(0, q[start:stop], meta, .2, window)
+    whole = attend(0, n)
+    for piece in (1, 7): assert torch.equal(whole, torch.cat([attend(i, min(n, i + piece)) for i in range(0, n, piece)]))
+
+@needs_compiler
+@pytest.mark.parametrize('softcap', [None, 5.])
+def test_nan_stays_nan(softcap):
+    "A query or a key that is not a number gives no number, so that the engine can tell"
+    be = backend(16, 1, 16, [40]); k, q = torch.ones(40, 1, 16), torch.ones(2, 1, 16); meta = AttnMeta([2], [40], torch.tensor([[1, 2, 3]]), torch.tensor(slot_mapping([1, 2, 3], 0, 40, 16)))
+    be.prepare(meta); q[0, 0, 3] = math.nan; be.write(0, k, torch.ones(40, 1, 16), meta)
+    assert be.attend(0, q, meta, 1., None, softcap).isnan().all(-1).flatten().tolist() == [True, False]
+    k[7, 0, 2] = math.nan; be.write(0, k, torch.ones(40, 1, 16), meta)
+    assert be.attend(0, torch.ones(2, 1, 16), meta, 1., None, softcap).isnan().all()
 
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
@@ -148,7 +199,10 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     def hooked(lm): lm.hf_model.model.norm.register_forward_hook(lambda *a: None)
     def patched(lm): lm.hf_model.model.embed_tokens.forward = lambda ids: None
     def bare(lm): del lm.hf_model.model.rotary_emb
-    for spoil in (wrapped, head, hooked, patched, bare):
+    def activation(lm): lm.hf_model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    def norm(lm): lm.hf_model.model.layers[0].input_layernorm = torch.nn.RMSNorm(lm.config.hidden_size)
+    def mixed(lm): lm.hf_model.lm_head.to(torch.bfloat16)
+    for spoil in (wrapped, head, hooked, patched, bare, activation, norm, mixed):
         lm = tiny_lm('llama'); assert lean.fits(lm)
         spoil(lm); assert not lean.fits(lm), spoil
 
@@ -173,7 +227,7 @@ def test_without_a_compiler(tmp_path):
     code = '''
 import warnings; warnings.simplefilter('always')
 from cbatch import LLM, SamplingParams
-from cbatch.core import EngineConfig, Plan, Request, Scheduled
+from cbatch.core import EngineConfig, Padding, Plan, Request, Scheduled
 from cbatch.model import tiny_lm
 for _ in range(2):
     llm = LLM(tiny_lm('llama'), num_blocks=20)
@@ -192,14 +246,15 @@ template <typename T> void attention() {      // every buffer is as long as it m
     for (int D : {16, 64, 80}) for (int G : {1, 3, 9}) for (int window : {0, 5}) {
         const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}; int N = 6;
         std::vector<int> tables = {2, 0, 0, 0, 5, 1, 3, 0, 4, 6, 7, 8}, starts = {0, 1, 5, 6}; tables.shrink_to_fit();
-        auto q = filled<T>(N * H * D, .5f), out = filled<T>(N * H * D, 0), k = filled<T>(9 * K * BS * D, NAN), v = k, x = filled<T>(64 * K * D, .25f);
+        auto q = filled<T>(N * H * D, .5f), out = filled<T>(N * H * D, 0), k = filled<T>(9 * K * BS * D, NAN), v = k, x = filled<T>(65 * K * D, .25f);
         for (int r = 0; r < R; r++) {
             std::vector<int64_t> slots(lens[r]);
             for (int i = 0; i < lens[r]; i++) slots[i] = tables[r * 4 + i / BS] * BS + i % BS;
-            Write w{x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r], K * D, D, K * D, D, K, D, BS};
+            slots.push_back(-1);                                             // for nobody
+            Write w{x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r] + 1, K * D, D, K * D, D, K, D, BS, 2};
             write<T>(w);
         }
-        Step s{q.data(), k.data(), v.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, K, D, BS, window, .1f, 2.f};
+        Step s{q.data(), k.data(), v.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, K, D, BS, window, 2, .1f, 2.f};
         attend_alone<T>(s);
         for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }     // all values alike: their mean is one of them
     }
@@ -209,11 +264,11 @@ template <typename T> void whole_step() {     // a model of one layer whose weig
     std::vector<std::vector<T>> kept; kept.reserve(9);
     auto matrix = [&](int out, int in) { kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f)); return Matrix{(word*)kept.back().data(), nullptr, out, in}; };
     std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
-    auto k = filled<T>(2 * K * BS * D, NAN), v = k;
+    auto k = filled<T>(2 * K * BS * D, .01f), v = k;                          // one place is not written below
     Layer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden), matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr, k.data(), v.data(), 0, .25f, 1e-5f, 1e-5f};
     Model m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, BS, 1e-5f};
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
-    for (int i = 0; i < N; i++) slots[i] = BS + i;
+    for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
     Run r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(), starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
     run<T>(m, r);

@@ -76,17 +76,17 @@ template <typename T, int R, int C, typename Y> inline void multiply(const word*
 }
 """
 
-# %% ../../kernels/03_cpu.ipynb #10772d0e
+# %% ../../kernels/03_cpu.ipynb #3894c216
 SOURCE = NUMBERS + r"""
 constexpr int W = 16, KEYS = 64, TILES = KEYS / W;                               // keys of a tile; keys between two looks at the maximum
 constexpr float INF = INFINITY, LOG2E = 1.44269504f;
 inline V larger(V a, V b) { return a > b ? a : b; }
 
-// 2 ** x for x <= 0, and 0 where x is below -120
+// 2 ** x for x <= 0: the whole part of x becomes the exponent, a polynomial does the rest; 0 where x is below -120, NaN where it is NaN
 inline V exp2v(V x) {
-    V y = larger(x, splat(-126.f)), t = y + 12582912.f, f = y - (t - 12582912.f);
+    V y = larger(x, splat(-126.f)), t = y + 12582912.f, f = y - (t - 12582912.f);      // 1.5 * 2 ** 23: adding it rounds to a whole number
     V p = (((((1.535336188e-4f * f + 1.339887440e-3f) * f + 9.618437357e-3f) * f + 5.550332471e-2f) * f + 2.402264791e-1f) * f + 6.931472028e-1f) * f + 1.f;
-    return (V)(((U)p + ((U)t << 23)) & (U)(x > -120.f));
+    return x > -120.f ? (V)((U)p + ((U)t << 23)) : x <= -120.f ? splat(0.f) : x;
 }
 
 
@@ -97,7 +97,7 @@ template <typename T> inline int64_t value_spot(int64_t at, int64_t d, int64_t D
 
 struct Step {
     const void *q, *k, *v; void* out; const int32_t *tables, *lens, *starts;
-    int64_t q_token, q_head, out_token, out_head, requests, width, heads, kv_heads, dim, block_size, window; float scale, cap;   // window 0 and cap 0: none
+    int64_t q_token, q_head, out_token, out_head, requests, width, heads, kv_heads, dim, block_size, window, threads; float scale, cap;   // window 0 and cap 0: none
 };
 """
 
@@ -114,12 +114,12 @@ template <typename T, int R, int C, typename Y> inline void add_values(const wor
 }
 """
 
-# %% ../../kernels/03_cpu.ipynb #ff99da1d
+# %% ../../kernels/03_cpu.ipynb #6226506a
 SOURCE += r"""
 // R rows: R / G consecutive queries of a request, all heads of a group each; the first query sees `first` keys
 template <typename T, int R> void rows(const Step& s, int64_t r, int64_t kv, int64_t token, int64_t first, int head0, int G) {
     constexpr int P = PER<T>, C = L == 16 && R <= 6 ? 4 : 2;
-    const int64_t D = s.dim, BS = s.block_size, end = first + R / G - 1, begin = s.window ? std::max<int64_t>(0, first - s.window) / W * W : 0;
+    const int64_t D = s.dim, BS = s.block_size, end = first + R / G - 1, begin = s.window ? std::max<int64_t>(0, first - s.window) / KEYS * KEYS : 0;
     static thread_local std::vector<word> memory;
     memory.assign(R * (D / P + D), 0);
     word* q = memory.data(); float *acc = (float*)(q + R * D / P), top[R], sum[R];
@@ -134,7 +134,7 @@ template <typename T, int R> void rows(const Step& s, int64_t r, int64_t kv, int
     const int32_t* table = s.tables + r * s.width;
     int64_t at[TILES], next[TILES];                                              // where the tiles of these keys begin, and those of the next, in words
     auto find = [&](int64_t j, int64_t* at) { for (int i = 0; i < TILES; i++) {
-        const int64_t pos = std::min(j + i * W, (end - 1) / W * W);
+        const int64_t pos = std::max<int64_t>(0, std::min(j + i * W, (end - 1) / W * W));
         at[i] = ((table[pos / BS] * s.kv_heads + kv) * BS + pos % BS) * D / P;
     } };
 """
@@ -224,12 +224,12 @@ template <typename T> void attend(const Step& s, const Items& all) {
 }
 """
 
-# %% ../../kernels/03_cpu.ipynb #c3f8a9f2
+# %% ../../kernels/03_cpu.ipynb #64ac4d09
 SOURCE += r"""
-struct Write { const void *k, *v; void *kc, *vc; const int64_t* slots; int64_t tokens, k_token, k_head, v_token, v_head, kv_heads, dim, block_size; };
+struct Write { const void *k, *v; void *kc, *vc; const int64_t* slots; int64_t tokens, k_token, k_head, v_token, v_head, kv_heads, dim, block_size, threads; };
 template <typename T> void write(const Write& w) {
     const int64_t K = w.kv_heads, D = w.dim, BS = w.block_size;
-    #pragma omp parallel for if (w.tokens > 64)
+    #pragma omp parallel for num_threads(w.threads) if (w.tokens > 64)
     for (int64_t t = 0; t < w.tokens; t++) {
         if (w.slots[t] < 0) continue;
         for (int64_t h = 0; h < K; h++) {
@@ -244,14 +244,14 @@ extern "C" void write_f32(const Write* w) { write<float>(*w); }
 extern "C" void write_bf16(const Write* w) { write<bf16>(*w); }
 template <typename T> void attend_alone(const Step& s) {
     const Items all = items(s);
-    #pragma omp parallel
+    #pragma omp parallel num_threads(s.threads)
     attend<T>(s, all);
 }
 extern "C" void attend_f32(const Step* s) { attend_alone<float>(*s); }
 extern "C" void attend_bf16(const Step* s) { attend_alone<bf16>(*s); }
 """
 
-# %% ../../kernels/03_cpu.ipynb #579232a4
+# %% ../../kernels/03_cpu.ipynb #93383fe9
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 ATTENTION = Native('attention', SOURCE, {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(attend=[_P], write=[_P]).items()}, flags=('-ffp-contract=fast', '-Wno-psabi'))
 _NAMES = {torch.float32: 'f32', torch.bfloat16: 'bf16'}
@@ -265,10 +265,10 @@ def ready(
 class _Step(ctypes.Structure):
     "A step, as the C++ sees it"
     _fields_ = [(n, _P) for n in 'q k v out tables lens starts'.split()] + [
-        (n, _N) for n in 'q_token q_head out_token out_head requests width heads kv_heads dim block_size window'.split()] + [('scale', ctypes.c_float), ('cap', ctypes.c_float)]
+        (n, _N) for n in 'q_token q_head out_token out_head requests width heads kv_heads dim block_size window threads'.split()] + [('scale', ctypes.c_float), ('cap', ctypes.c_float)]
 
 class _Write(ctypes.Structure):
-    _fields_ = [(n, _P) for n in 'k v kc vc slots'.split()] + [(n, _N) for n in 'tokens k_token k_head v_token v_head kv_heads dim block_size'.split()]
+    _fields_ = [(n, _P) for n in 'k v kc vc slots'.split()] + [(n, _N) for n in 'tokens k_token k_head v_token v_head kv_heads dim block_size threads'.split()]
 
 def available(
     dtype:torch.dtype, block_size:int, head_dim:int,
@@ -295,14 +295,14 @@ class CPUBackend(TorchBackend):
         meta.backend, ints = self, lambda x: torch.tensor(x, dtype=torch.int32, device='cpu')
         meta.scratch.update(tables=meta.block_tables.int(), lens=ints(meta.seq_lens), starts=ints([*meta.starts, sum(meta.query_lens)]))
 
-# %% ../../kernels/03_cpu.ipynb #b847bc4b
+# %% ../../kernels/03_cpu.ipynb #5db6424c
 @patch
 def write(self:CPUBackend, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta):
     "Write the step's keys and values, [T, K, D], into their slots"
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     kc, vc = self.k[layer], self.v[layer]
     if not k.dtype == v.dtype == kc.dtype or k.shape != v.shape or tuple(k.shape[1:]) != self.shape: raise ValueError(f"keys {k.dtype} {tuple(k.shape)} and values {v.dtype} {tuple(v.shape)} for a cache of {kc.dtype}, {self.shape[0]} heads of {self.shape[1]}")
-    self._write(ctypes.byref(_Write(k.data_ptr(), v.data_ptr(), kc.data_ptr(), vc.data_ptr(), meta.slot_mapping.data_ptr(), len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *self.shape, self.block_size)))
+    self._write(ctypes.byref(_Write(k.data_ptr(), v.data_ptr(), kc.data_ptr(), vc.data_ptr(), meta.slot_mapping.data_ptr(), len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *self.shape, self.block_size, torch.get_num_threads())))
 
 @patch
 def attend(self:CPUBackend,
@@ -315,6 +315,6 @@ def attend(self:CPUBackend,
     out, s, (K, D) = q.new_empty(q.shape), meta.scratch, self.shape
     if q.dtype != self.v[layer].dtype or q.shape[1] % K or q.shape[2] != D: raise ValueError(f"queries {q.dtype} {tuple(q.shape)} for a cache of {self.v[layer].dtype}, {K} heads of {D}")
     step = _Step(q.data_ptr(), self.k[layer].data_ptr(), self.v[layer].data_ptr(), out.data_ptr(), s['tables'].data_ptr(), s['lens'].data_ptr(), s['starts'].data_ptr(),
-                 q.stride(0), q.stride(1), out.stride(0), out.stride(1), len(s['lens']), s['tables'].shape[1], q.shape[1], K, D, self.block_size, window or 0, scaling, softcap or 0.)
+                 q.stride(0), q.stride(1), out.stride(0), out.stride(1), len(s['lens']), s['tables'].shape[1], q.shape[1], K, D, self.block_size, window or 0, torch.get_num_threads(), scaling, softcap or 0.)
     self._attend(ctypes.byref(step))
     return out
