@@ -14,7 +14,7 @@ help:
 	@echo "make docs      build the site into _docs"
 	@echo "make nbs       run notebooks and store their outputs (some: NBS='nbs/00_core.ipynb')"
 	@echo "make bench     throughput beside peers and the machine's limit, and the scheduler alone (under twenty minutes)"
-	@echo "make records   measure again whatever else the docs show (half an hour); both write bench/records"
+	@echo "make records   measure again whatever else the docs show (most of an hour); both write bench/records"
 	@echo "make hooks     nbdev's hooks for git and Jupyter, for those who edit notebooks"
 	@echo "make clean     remove what was built (.venv stays)"
 
@@ -47,7 +47,8 @@ bench: $(READY)
 	@$(BIN)/python bench/throughput.py
 
 records: $(READY)
-	@for b in anatomy memory sampling serve invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in paths twenty anatomy memory sampling serve invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+	@$(BIN)/python bench/throughput.py --heavy
 	@$(BIN)/python tests/kernels/mutations.py
 	@$(BIN)/python tools/aot.py --json bench/records/aot.json
 

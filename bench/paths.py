@@ -64,7 +64,7 @@ def agreement(exact, half, a):
 
 def main():
     p = argparse.ArgumentParser()
-    for name, default in dict(model='smollm2', threads=2, context=512, steps=12, rounds=1, answer=48, seed=0).items(): p.add_argument(f'--{name}', default=default, type=type(default))
+    for name, default in dict(model='smollm2', threads=2, context=512, steps=16, rounds=2, answer=48, seed=0).items(): p.add_argument(f'--{name}', default=default, type=type(default))
     a = p.parse_args()
     torch.set_num_threads(a.threads)
     half, exact = load_model(a.model, 'bfloat16'), load_model(a.model, 'float32')

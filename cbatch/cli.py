@@ -6,8 +6,8 @@
 __all__ = ['COMMANDS', 'Ask', 'crowd', 'let_in', 'clean', 'fit', 'Screen', 'paint', 'cell', 'Live', 'Run', 'run_crowd', 'table',
            'table_lines', 'claim', 'agreement', 'verdict', 'demo', 'replay', 'serve', 'usage', 'parse', 'main']
 
-# %% ../nbs/22_cli.ipynb #e1a39a4e
-import json, os, random, shlex, shutil, sys, time, unicodedata
+# %% ../nbs/22_cli.ipynb #c80fe5f2
+import gc, json, os, random, shlex, shutil, sys, time, unicodedata
 from collections import deque
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,7 +30,7 @@ class Ask:
     question:str
     at:float = 0.    # s after the doors open
 
-# %% ../nbs/22_cli.ipynb #a47ce8e2
+# %% ../nbs/22_cli.ipynb #20995153
 _ASKS = """capital 12 What is the capital of France?
 tea 60 How do I make a cup of tea?
 essay 280 Write a long essay about the sea and the people who sailed it.
@@ -60,7 +60,7 @@ bye 8 Say goodbye in one word."""
 
 def crowd(
     seed:int=0,      # of the arrival times
-    per_s:float=1.6, # people per second, once those at the door are in
+    per_s:float=6.,  # people per second, once those at the door are in
     at_door:int=5,   # how many wait when the doors open
 )->list:             # of Ask, in order of arrival
     "The demo's people, by a Poisson process: gaps between arrivals are exponential"
@@ -377,15 +377,15 @@ def _record(path:str, facts:dict, runs:list, asks:list):
     d = json.loads(json.dumps(d), parse_float=lambda x: round(float(x), 4))
     Path(path).write_text(json.dumps(d, indent=1) + '\n', encoding='utf-8')
 
-# %% ../nbs/22_cli.ipynb #c54988a7
+# %% ../nbs/22_cli.ipynb #68893a0e
 def demo(
     model:str='smollm2',             # smollm2, a hub id, a folder or a .gguf file
     policies:str='static,vllm',      # run one after the other; the others are measured by the first
     dtype:str='float32',             # in float32 answers must be equal; bfloat16 reports agreement
-    max_num_seqs:int=8,              # slots of the batch
+    max_num_seqs:int=6,              # slots of the batch
     max_num_batched_tokens:int=256,  # tokens a step computes at most
     num_blocks:int=128,              # KV pool, in blocks of 16 tokens
-    rate:float=1.6,                  # people per second
+    rate:float=6.,                   # people per second
     seed:int=0,                      # of the arrival times
     report:str='cbatch-demo.html',   # where the HTML report goes; '' for nowhere
     trace:str=None,                  # save traces too, the policy added to this name, for cbatch replay
@@ -442,7 +442,7 @@ def _page(trace:Trace, name:str, path:str)->int:
     print(f'page: {Path(path).absolute()}')
     return 0
 
-# %% ../nbs/22_cli.ipynb #617d90cc
+# %% ../nbs/22_cli.ipynb #5970c12b
 def serve(
     model:str,                       # smollm2, a hub id, a folder or a .gguf file
     host:str='127.0.0.1',            # where to listen; an address that others can reach needs a key
@@ -470,9 +470,11 @@ def serve(
     failed, name = [], served_model_name or (Path(model).name if Path(model).exists() else model)
     def make():
         from cbatch.engine import LLM
-        try: return LLM(model, dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-                        num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
+        try: llm = LLM(model, dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+                       num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
         except (ValueError, OSError) as e: failed.append(e); raise
+        gc.collect(); gc.freeze()              # what is there by now stays: to look through all of it again would hold up a step for 0.2 s
+        return llm
     hush = lambda record: not failed
     log.addFilter(hush)                        # what went wrong is said once, below
     try: code = run(make, name, host=host, port=port, api_key=api_key or os.environ.get('CBATCH_API_KEY'), drain_timeout_s=drain_timeout,

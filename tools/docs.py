@@ -43,7 +43,7 @@ def readme(nb, site):
             out += [f"# {front.get('title', '')}", '> ' + front['description'] if 'description' in front else '']
         elif c['cell_type'] == 'markdown': out.append(re.sub(r'\]\((?!https?:|#)([^)#]+)\.(?:ipynb|html)', rf']({site}\1.html', src))
         elif src:
-            out.append(f'```python\n{src}\n```')
+            if 'echo: false' not in src: out.append(f'```python\n{src}\n```')
             for o in c['outputs']:
                 t = ''.join(o.get('text', '') or o.get('data', {}).get('text/plain', '')).rstrip()
                 if t: out.append(f'```\n{t}\n```')
