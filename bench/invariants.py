@@ -2,6 +2,7 @@
 
 million: random lives of the real scheduler, allocator, prefix cache and preemptors before a toy model, every invariant checked after every step.
 faults: plants each fault of tests/memory_faults.py and tests/test_mutations.py and says which random life or schedule finds it."""
+import os; os.environ.setdefault('CBATCH_NATIVE', '0')      # faults are planted in Python, so Python must be what runs; the tests do the same
 import json, random, sys, time
 from contextlib import ExitStack
 from pathlib import Path
