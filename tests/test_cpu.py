@@ -31,12 +31,13 @@ def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=t
     g = torch.Generator().manual_seed(seed)
     order = (1 + torch.randperm(be.v[0].shape[0] - 1, generator=g)).tolist()
     tables = [[order.pop() for _ in range(-(-n // bs))] for n in slens]
-    be.k[0].fill_(math.nan); be.v[0].fill_(math.nan)
+    be.k[0][1:] = be.v[0][1:] = math.nan                                   # block 0 is for nobody and stays zero
+    if isinstance(be, cpu.CPUBackend): be.k[0][0] = be.v[0][0] = math.nan
     kv = [torch.randn(2, K, n, D, generator=g).transpose(1, 2).to(dtype) for n in slens]
     for t, x, n in zip(tables, kv, slens):
         meta = AttnMeta([n], [n], torch.tensor([t]), torch.tensor(slot_mapping(t, 0, n, bs))); be.write(0, x[0], x[1], meta)
     width, wrong = max(map(len, tables)), 2 ** 30
-    meta = AttnMeta(list(qlens), list(slens), torch.tensor([t + [wrong] * (width - len(t)) for t in tables]), None)
+    meta = AttnMeta(list(qlens), list(slens), torch.tensor([t + [wrong] * (width - len(t)) for t in tables]), torch.zeros(0, dtype=torch.long))
     be.prepare(meta)
     q = torch.randn(1, H, sum(qlens), D, generator=g)[0].transpose(0, 1).to(dtype)
     out, at, worst = be.attend(0, q, meta, .2, window, softcap).double(), 0, 0.
