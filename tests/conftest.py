@@ -1,5 +1,7 @@
-import importlib.util
+import importlib.util, signal
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell in the background has Ctrl-C ignored, and some tests press it
 
 @pytest.fixture(scope='session')
 def tiny():
