@@ -7,9 +7,11 @@ __all__ = ['BlockAllocator', 'BlockManager', 'Found', 'slot_mapping']
 
 # %% ../nbs/04_kv_blocks.ipynb #278adc70
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fastcore.basics import patch
-from .core import OutOfBlocks, Request, cdiv
+from .core import Plan, Reason, Request
+from .params import OutOfBlocks, cdiv
 
 # %% ../nbs/04_kv_blocks.ipynb #d666a542
 class BlockAllocator:
@@ -30,7 +32,7 @@ class BlockAllocator:
 @patch
 def allocate(self:BlockAllocator,
     n:int,     # blocks wanted
-)->list:       # their ids, each with one holder
+)->list[int]:  # their ids, each with one holder
     "Take `n` free blocks, or raise `OutOfBlocks` and take none"
     if n > len(self.free_ids):
         raise OutOfBlocks(f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}: raise num_blocks or lower max_num_seqs")
@@ -40,7 +42,7 @@ def allocate(self:BlockAllocator,
 
 @patch
 def share(self:BlockAllocator,
-    ids:list,  # blocks that somebody holds
+    ids:list[int],  # blocks that somebody holds
 ):
     "Add one holder to each block"
     for b in ids:
@@ -50,7 +52,7 @@ def share(self:BlockAllocator,
 # %% ../nbs/04_kv_blocks.ipynb #e98b8c06
 @patch
 def free(self:BlockAllocator,
-    ids:list,  # blocks that the caller holds
+    ids:Iterable[int],  # blocks that the caller holds
 ):
     "Drop one holder of each block; a block without holders is free again"
     for b in ids:
@@ -61,7 +63,7 @@ def free(self:BlockAllocator,
 # %% ../nbs/04_kv_blocks.ipynb #6daebaa3
 @patch
 def check(self:BlockAllocator,
-    tables:list, # block tables of all live holders
+    tables:list[list[int]], # block tables of all live holders
 ):
     "Assert that every block is accounted for"
     held = Counter(b for t in tables for b in t)
@@ -81,6 +83,7 @@ class BlockManager:
         block_size:int, # tokens per block
     ):
         self.pool, self.block_size = BlockAllocator(num_blocks, block_size), block_size
+        self.num_asked, self.num_hit = 0, 0    # prompt tokens of requests that joined, and those of them that were found
 
     @property
     def num_blocks(self)->int: return self.pool.num_blocks
@@ -97,9 +100,11 @@ class BlockManager:
 
 # %% ../nbs/04_kv_blocks.ipynb #63f8dc4e
 @patch
-def grow(self:BlockManager, request:Request, num_tokens:int):
+def grow(self:BlockManager, request:Request, num_tokens:int)->list[int]: # ids of its new blocks
     "Let `request` hold `num_tokens` tokens; `OutOfBlocks` changes nothing"
-    request.block_table += self.pool.allocate(self.blocks_short(request, num_tokens))
+    new = self.pool.allocate(self.blocks_short(request, num_tokens))
+    request.block_table += new
+    return new
 
 @patch
 def release(self:BlockManager, request:Request):
@@ -109,7 +114,7 @@ def release(self:BlockManager, request:Request):
     request.num_committed_blocks = 0
 
 @patch
-def check(self:BlockManager, requests:list):
+def check(self:BlockManager, requests:list[Request]):
     "Assert that `requests` (all that live) hold exactly the blocks that are not free, and enough of them"
     self.pool.check([r.block_table for r in requests])
     for r in requests:
@@ -119,16 +124,16 @@ def check(self:BlockManager, requests:list):
 @dataclass
 class Found:
     "What is there already of a waiting request's tokens"
-    blocks:list = field(default_factory=list)  # ids of blocks to share, from its first token on
+    blocks:list[int] = field(default_factory=list)  # ids of blocks to share, from its first token on
     num_tokens:int = 0       # tokens that need not be computed
     num_free:int = 0         # of these blocks, those that nobody holds now: sharing them takes them out of the free ones
     copy:int|None = None     # a block to copy, which holds the rest of these tokens
-    wait:str|None = None     # why the request had better wait
+    wait:Reason|None = None  # why the request had better wait
 
 @patch
-def find(self:BlockManager, request:Request)->Found: return Found()
+def find(self:BlockManager, request:Request)->Found: return Found()               # what is there of a waiting request
 @patch
-def claim(self:BlockManager, request:Request, found:Found, plan): pass
+def claim(self:BlockManager, request:Request, found:Found, plan:Plan): pass       # it joins with that
 @patch
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
 @patch
@@ -136,10 +141,10 @@ def forget(self:BlockManager, request:Request): pass   # what its blocks hold is
 
 # %% ../nbs/04_kv_blocks.ipynb #4dad0de9
 def slot_mapping(
-    block_table:list, # block ids of one request
+    block_table:list[int], # block ids of one request
     start:int,        # first token
     stop:int,         # one past the last token
     block_size:int,   # tokens per block
-)->list:              # slot of each token, in the pool's numbering
+)->list[int]:         # slot of each token, in the pool's numbering
     "Where the tokens `start:stop` of a request live"
     return [block_table[i // block_size] * block_size + i % block_size for i in range(start, stop)]

@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from html import escape
 from fastcore.basics import patch
-from .core import Plan, RequestMetrics, StepOutput, cdiv
+from .core import Plan, RequestMetrics, StepOutput
+from .params import cdiv
 from .trace import Trace
 
 # %% ../nbs/12_metrics.ipynb #fd6fe27d
@@ -79,26 +80,25 @@ class EngineCounters:
 # %% ../nbs/12_metrics.ipynb #7cf2112f
 @patch
 def count(self:EngineCounters,
-    plan:Plan,        # its requests not yet updated
+    plan:Plan,
     out:StepOutput,
     max_num_seqs:int, # slots of the batch
-    num_waiting:int=0,
 ):
-    "Add one step"
+    "Add one step, from what was planned and what came of it alone"
     self.num_steps += 1
     self.num_slot_steps += max_num_seqs
-    num_sampled = sum(s.request.request_id in out.sampled for s in plan.scheduled)
-    self.num_sampled_tokens += num_sampled
-    self.num_prefilling += len(plan.scheduled) - num_sampled
+    num_sampling = sum(s.request.request_id in out.sampled for s in plan.scheduled)
+    self.num_sampled_tokens += sum(len(out.sampled.get(s.request.request_id, ())) for s in plan.scheduled)
+    self.num_prefilling += len(plan.scheduled) - num_sampling
     self.num_idle += max_num_seqs - len(plan.scheduled)
     for s in plan.scheduled:
-        num_prompt = min(s.num_tokens, max(0, len(s.request.prompt_ids) - s.request.num_computed_tokens))
+        num_prompt = min(s.num_tokens, max(0, len(s.request.prompt_ids) - s.start))
         self.num_prompt_tokens += num_prompt
         self.num_decode_tokens += s.num_tokens - num_prompt
     self.num_padding_tokens += plan.num_padding
     self.num_preemptions += len(plan.preempted)
     self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
-    self.num_running, self.num_waiting = len(plan.scheduled), num_waiting
+    self.num_running, self.num_waiting = len(plan.scheduled), plan.num_waiting
 
 @patch
 def finish(self:EngineCounters, request):

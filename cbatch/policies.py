@@ -7,8 +7,9 @@ __all__ = ['POLICIES', 'Static', 'Dynamic', 'get_policy']
 
 # %% ../nbs/10_policies.ipynb #e832a463
 from fastcore.basics import patch
-from .core import Padding, Plan, Request, _number
-from .scheduler import Policy, Scheduler
+from .core import Padding, Plan, Reason, Request, Why
+from .params import ParamError, check_number
+from .scheduler import Policy, Scheduler, Turns
 
 # %% ../nbs/10_policies.ipynb #533ff1ec
 class Static(Policy):
@@ -16,23 +17,28 @@ class Static(Policy):
     name = 'static'
     def __init__(self,
         pad:bool=True, # compute the rows of padded prompts and of requests that have ended
-    ): self.pad, self.size, self.owed = pad, 0, []
+    ):
+        self.pad, self.size = pad, 0
+        self.owed:list[int] = []          # tokens of padding to compute, of each prompt
 
-    def close(self, s:Scheduler, now:float)->str|None: return 'batch closed' if s.running else None
+    def close(self, s:Scheduler, now:float)->Reason|None: return Reason(Why.CLOSED) if s.running else None
     def starts(self, r:Request, num_tokens:int)->bool: return True   # it belongs to the batch even if its prompt's turn comes later
-    def reserve(self, r:Request)->int: return len(r.prompt_ids) + r.max_tokens
+    def reserve(self, s:Scheduler, r:Request)->int: return len(r.prompt_ids) + r.max_tokens
 
-    def compose(self, s:Scheduler, now:float)->list:
+    def turns(self, s:Scheduler, plan:Plan)->Turns:
         "Prompts first; decoding starts when all of them are done"
         prompts = [r for r in s.running if r.num_left > 1 or not r.output_ids]
-        return prompts if prompts or self.owed else s.running
+        for r in s.line_of_running():
+            if r in prompts or not (prompts or self.owed): yield r
+        yield from s.line_of_waiting()
 
 # %% ../nbs/10_policies.ipynb #8dd8df58
 @patch
-def padding(self:Static, s:Scheduler, plan:Plan)->list:
+def padding(self:Static, s:Scheduler, plan:Plan)->list[Padding]:
     "Rows for nobody: what shorter prompts owe to the longest, then the slots whose request has ended"
     if not self.pad: return []
-    if not s.running: self.owed = []; return []         # ended or aborted to the last: nobody's debt
+    if not s.running: self.owed = []                    # ended or aborted to the last: nobody's debt
+    if not s.running: return []
     if plan.admitted:
         longest = max(r.num_tokens for r in plan.admitted)
         self.size, self.owed = len(plan.admitted), [n for r in plan.admitted if (n := longest - r.num_tokens)]
@@ -41,12 +47,14 @@ def padding(self:Static, s:Scheduler, plan:Plan)->list:
     return [Padding(1, max(r.num_tokens for r in s.running))] * idle
 
 @patch
-def _pay(self:Static, left:int)->list:
+def _pay(self:Static, left:int)->list[Padding]:
     "Compute as much of the owed padding as `left` tokens allow"
     rows = []
     while self.owed and left:
-        n = min(self.owed[-1], left); left -= n
-        rows.append(Padding(n, n)); self.owed[-1] -= n
+        n = min(self.owed[-1], left)
+        left -= n
+        self.owed[-1] -= n
+        rows.append(Padding(n, n))
         if not self.owed[-1]: self.owed.pop()
     return rows
 
@@ -59,25 +67,26 @@ class Dynamic(Static):
         pad:bool=True,    # as in `Static`
     ):
         super().__init__(pad)
-        _number('window', window, 0, 1e6, 'seconds, from 0 up')
+        check_number('window', window, 0, 1e6, 'seconds, from 0 up')
         self.window = window
 
-    def close(self, s:Scheduler, now:float)->str|None:
-        if s.running: return 'batch closed'
+    def close(self, s:Scheduler, now:float)->Reason|None:
+        if s.running: return Reason(Why.CLOSED)
         until = self.wakeup(s, now)
-        return f'window of {self.window:g} s' if until is not None and now < until else None
+        return Reason(Why.WINDOW, self.window) if until is not None and now < until else None
 
     def wakeup(self, s:Scheduler, now:float)->float|None:
-        if s.running or not s.waiting or len(s.waiting) >= s.config.max_num_seqs: return None
-        return s.waiting.peek().arrival + self.window
+        if s.running or len(s.waiting) >= s.config.max_num_seqs: return None
+        return first.arrival + self.window if (first := s.waiting.peek()) else None
 
 # %% ../nbs/10_policies.ipynb #2412f062
-POLICIES = dict(vllm=Policy, static=Static, dynamic=Dynamic)
+POLICIES:dict[str, type[Policy]] = dict(vllm=Policy, static=Static, dynamic=Dynamic)
 
 def get_policy(
     policy:str|Policy, # a name, or an object that is one
 )->Policy:
     "The policy that is meant; names give a new object each time, since a policy keeps state"
     if isinstance(policy, Policy): return policy
-    if not isinstance(policy, str) or policy not in POLICIES: raise ValueError(f"policy={policy!r}: know {', '.join(POLICIES)}, or give a Policy object")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ParamError('policy', f"policy={policy!r}: know {', '.join(POLICIES)}, or give a Policy object")
     return POLICIES[policy]()

@@ -6,40 +6,45 @@
 __all__ = ['VICTIMS', 'youngest', 'most_blocks', 'least_progress', 'lowest_priority', 'Preempt', 'Swap', 'get_preemptor']
 
 # %% ../nbs/08_preemption.ipynb #129293d9
+from collections.abc import Callable
 from fastcore.basics import patch
-from .core import Plan, Request, cdiv
+from typing import Any
+from .core import Plan, Request
 from .kv_blocks import BlockAllocator
-from .scheduler import Recompute, Scheduler
+from .params import EngineConfig, ParamError, cdiv
+from .roster import Recompute, Roster
 
 # %% ../nbs/08_preemption.ipynb #4df39b1c
-def youngest(r:Request): return r.age                                      # waited least
-def most_blocks(r:Request): return len(r.block_table), r.age               # frees most
-def least_progress(r:Request): return -len(r.output_ids), r.age            # loses least
-def lowest_priority(r:Request): return r.priority, r.age                   # matters least: smaller numbers are more urgent
+def youngest(r:Request)->Any: return r.age                                 # waited least
+def most_blocks(r:Request)->Any: return len(r.block_table), r.age          # frees most
+def least_progress(r:Request)->Any: return -len(r.output_ids), r.age       # loses least
+def lowest_priority(r:Request)->Any: return r.priority, r.age              # matters least: smaller numbers are more urgent
 
-VICTIMS = dict(youngest=youngest, most_blocks=most_blocks, least_progress=least_progress, lowest_priority=lowest_priority)
+VICTIMS:dict[str, Callable[[Request], Any]] = dict(youngest=youngest, most_blocks=most_blocks, least_progress=least_progress, lowest_priority=lowest_priority)
 
 # %% ../nbs/08_preemption.ipynb #d0930f72
 class Preempt(Recompute):
     "Recompute, with a choice of victim and a switch that preempts without need"
     def __init__(self,
-        victim='youngest', # a rule by name, or a function of a request; the largest goes
-        force=None,        # every k steps, or {request_id: step}
+        victim:str|Callable[[Request], Any]='youngest', # a rule by name, or a function of a request; the largest goes
+        force:int|dict[str, int]|None=None,             # every k steps, or {request_id: step}
     ):
-        if not callable(victim) and victim not in VICTIMS: raise ValueError(f"victim={victim!r}: know {', '.join(VICTIMS)}, or give a function of a request")
+        if not callable(victim) and victim not in VICTIMS:
+            raise ParamError('victim', f"victim={victim!r}: know {', '.join(VICTIMS)}, or give a function of a request")
         if not (force is None or isinstance(force, dict) or isinstance(force, int) and force > 0):
-            raise ValueError(f"force_preempt={force!r}: must be a number of steps from 1 up, or a dict of request_id to step")
-        self.rule, self.force = VICTIMS.get(victim, victim) if not callable(victim) else victim, force
+            what = f"force_preempt={force!r}: must be a number of steps from 1 up, or a dict of request_id to step"
+            raise ParamError('force_preempt', what)
+        self.rule, self.force = victim if callable(victim) else VICTIMS[victim], force
         self.why = victim if isinstance(victim, str) else getattr(victim, '__name__', 'rule')
 
-    def victim(self, s:Scheduler)->Request:
+    def victim(self, s:Roster)->Request:
         "Who gives its memory back: never the head of the order, as long as there is another"
-        head = min(s.running, key=lambda r: (s.policy.key(r), r.seq))
+        head = min(s.running, key=lambda r: (s.waiting.key(r), r.seq))
         return max((r for r in s.running if r is not head), key=self.rule, default=head)
 
 # %% ../nbs/08_preemption.ipynb #540bf5ee
 @patch
-def forced(self:Preempt, s:Scheduler, step:int)->list:
+def forced(self:Preempt, s:Roster, step:int)->list[Request]:
     "Who is preempted at `step` without need"
     if isinstance(self.force, dict): return [r for r in s.running if self.force.get(r.request_id) == step]
     due = self.force and step % self.force == self.force - 1 and len(s.running) > 1
@@ -50,12 +55,12 @@ class Swap(Preempt):
     "Copy a victim's blocks to a host pool and back; recompute where that is full"
     def __init__(self,
         num_host_blocks:int, # blocks of the host pool
-        victim='youngest', force=None, # as in `Preempt`
+        victim:str|Callable[[Request], Any]='youngest', force:int|dict[str, int]|None=None, # as in `Preempt`
     ):
         super().__init__(victim, force)
         self.host = BlockAllocator(num_host_blocks, 1)
 
-    def preempt(self, s:Scheduler, r:Request, plan:Plan):
+    def preempt(self, s:Roster, r:Request, plan:Plan):
         "Take the memory of `r`, and keep what it holds if the host has room"
         n = cdiv(r.num_computed_tokens, s.blocks.block_size)
         if not n or n > self.host.num_free_blocks: return super().preempt(s, r, plan)
@@ -65,7 +70,7 @@ class Swap(Preempt):
 
 # %% ../nbs/08_preemption.ipynb #a95d5f1e
 @patch
-def resume(self:Swap, s:Scheduler, r:Request, plan:Plan):
+def resume(self:Swap, s:Roster, r:Request, plan:Plan):
     "Give `r` blocks for what the host keeps of it"
     if not r.host_table: return
     s.blocks.grow(r, len(r.host_table) * s.blocks.block_size)
@@ -82,7 +87,7 @@ def forget(self:Swap, r:Request):
 
 # %% ../nbs/08_preemption.ipynb #71c5b8eb
 def get_preemptor(
-    config,             # EngineConfig
+    config:EngineConfig,
     num_host_blocks:int,# what the host pool would hold
 )->Preempt:
     "The preemptor that a configuration asks for"

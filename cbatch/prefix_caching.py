@@ -10,13 +10,15 @@ from array import array
 from collections import OrderedDict
 from fastcore.basics import patch
 from hashlib import blake2b
-from .core import OutOfBlocks, Plan, Request, Status
+from collections.abc import Iterable
+from .core import Plan, Reason, Request, Status, Why
 from .kv_blocks import BlockAllocator, BlockManager, Found
+from .params import OutOfBlocks
 
 # %% ../nbs/09_prefix_caching.ipynb #7a304e32
 def block_hash(
     parent:bytes, # of the block before, or the salt at the root
-    tokens:list,  # ids of one full block
+    tokens:list[int],  # ids of one full block
 )->bytes:         # 16 bytes
     "Name of a block: a digest over everything up to its end"
     return blake2b(array('q', tokens).tobytes(), digest_size=16, key=parent).digest()
@@ -31,9 +33,10 @@ class CachingAllocator(BlockAllocator):
     def __init__(self, num_blocks:int, block_size:int):
         super().__init__(num_blocks, block_size)
         self.free_ids = OrderedDict.fromkeys(self.free_ids)   # in the order in which they will be taken
-        self.by_name, self.name_of = {}, {}
+        self.by_name:dict[bytes, int] = {}
+        self.name_of:dict[int, bytes] = {}
 
-    def allocate(self, n:int)->list:
+    def allocate(self, n:int)->list[int]:
         "Take `n` free blocks, oldest first; they lose their names"
         if n > len(self.free_ids):
             raise OutOfBlocks(f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}: raise num_blocks or lower max_num_seqs")
@@ -45,14 +48,14 @@ class CachingAllocator(BlockAllocator):
 
 # %% ../nbs/09_prefix_caching.ipynb #012ab632
 @patch
-def share(self:CachingAllocator, ids:list):
+def share(self:CachingAllocator, ids:list[int]):
     "Add one holder to each block; one that was free leaves the free list"
     for b in ids:
         if not self.refs[b]: del self.free_ids[b]
         self.refs[b] += 1
 
 @patch
-def free(self:CachingAllocator, ids:list):
+def free(self:CachingAllocator, ids:Iterable[int]):
     "Drop one holder of each; without holders it is free: last in line if it has a name, first if not"
     for b in ids:
         if not self.refs[b]: raise ValueError(f"block {b} is free already")
@@ -68,7 +71,7 @@ def name(self:CachingAllocator, block:int, name:bytes):
 
 # %% ../nbs/09_prefix_caching.ipynb #bb346019
 @patch
-def check(self:CachingAllocator, tables:list):
+def check(self:CachingAllocator, tables:list[list[int]]):
     "As `BlockAllocator.check`, and the two directions of the names agree"
     BlockAllocator.check(self, tables)
     assert {n: b for b, n in self.name_of.items()} == self.by_name, "names and blocks disagree"
@@ -81,13 +84,13 @@ class PrefixBlocks(BlockManager):
     ):
         super().__init__(num_blocks, block_size)
         self.pool, self.caching = CachingAllocator(num_blocks, block_size), caching
-        self.pending = {}                      # name of a block that is being computed -> the running request that computes it
-        self.num_asked, self.num_hit = 0, 0    # prompt tokens of requests that joined, and those of them that were found
+        self.pending:dict[bytes, Request] = {}  # name of a block that is being computed -> the request that computes it
 
-    def names(self, r:Request, n:int)->list:
+    def names(self, r:Request, n:int)->list[bytes]:
         "Names of the first `n` full blocks of `r`"
         hs, bs = r.block_hashes, self.block_size
-        for i in range(len(hs), n): hs.append(block_hash(hs[-1] if hs else root(r.cache_salt), r.tokens(i * bs, (i + 1) * bs)))
+        for i in range(len(hs), n):
+            hs.append(block_hash(hs[-1] if hs else root(r.cache_salt), r.tokens(i * bs, (i + 1) * bs)))
         return hs[:n]
 
 # %% ../nbs/09_prefix_caching.ipynb #6da0512c
@@ -95,13 +98,14 @@ class PrefixBlocks(BlockManager):
 def find(self:PrefixBlocks, request:Request)->Found:
     "Blocks that hold the beginning of a waiting request's tokens"
     if request.host_table: return Found()                         # the host has more of it
-    if request.fork_of is not None and (found := self._find_fork(request)): return found
+    if request.fork_of and (found := self._find_fork(request)): return found
     if not self.caching or not request.use_cache: return Found()
     ids, names = [], self.names(request, (request.num_tokens - 1) // self.block_size)
     for name in names:
         if (b := self.pool.by_name.get(name)) is None: break
         ids.append(b)
-    return Found(ids, len(ids) * self.block_size, sum(not self.pool.refs[b] for b in ids), wait=self._soon(names[len(ids):]))
+    num_free = sum(not self.pool.refs[b] for b in ids)
+    return Found(ids, len(ids) * self.block_size, num_free, wait=self._soon(names[len(ids):]))
 
 @patch
 def claim(self:PrefixBlocks, request:Request, found:Found, plan:Plan):
@@ -115,7 +119,8 @@ def claim(self:PrefixBlocks, request:Request, found:Found, plan:Plan):
         request.block_table += self.pool.allocate(1)
         plan.copies.append((found.copy, request.block_table[-1]))
     if self.caching and request.use_cache:
-        for name in self.names(request, len(request.prompt_ids) // self.block_size)[len(found.blocks):]: self.pending.setdefault(name, request)
+        names = self.names(request, len(request.prompt_ids) // self.block_size)
+        for name in names[len(found.blocks):]: self.pending.setdefault(name, request)
     if request.num_preemptions: request.num_recomputed_tokens -= found.num_tokens
     else: self._account(request, found.num_tokens)
 
@@ -123,13 +128,13 @@ def claim(self:PrefixBlocks, request:Request, found:Found, plan:Plan):
 WORTH_WAITING = 128  # tokens: what a step costs, in tokens of a prompt, on machines where decoding is bound by memory
 
 @patch
-def _soon(self:PrefixBlocks, names:list)->str|None:
+def _soon(self:PrefixBlocks, names:list[bytes])->Reason|None:
     "Why to wait for the blocks `names`, if somebody computes enough of them right now"
     who, n = None, 0
     for name in names:
         if (r := self.pending.get(name)) is None: break
         who, n = r.request_id, n + self.block_size
-    return f'{who} computes {n} of its tokens' if n >= WORTH_WAITING else None
+    return Reason(Why.PREFIX, n, who) if n >= WORTH_WAITING else None
 
 # %% ../nbs/09_prefix_caching.ipynb #a063750e
 @patch
@@ -169,7 +174,7 @@ def forget(self:PrefixBlocks, request:Request):
 def _find_fork(self:PrefixBlocks, request:Request)->Found|None:
     "What a fork can take over from the sibling that computes the prompt; None if it is on its own"
     first, n = request.fork_of, len(request.prompt_ids)
-    if first.status is not Status.RUNNING or request.num_preemptions: return None
-    if first.num_computed_tokens < n: return Found(wait=f'{first.request_id} computes the prompt')
+    if first is None or first.status is not Status.RUNNING or request.num_preemptions: return None
+    if first.num_computed_tokens < n: return Found(wait=Reason(Why.FORK, of=first.request_id))
     full, rest = divmod(n - 1, self.block_size)
     return Found(first.block_table[:full], n - 1, copy=first.block_table[full] if rest else None)
