@@ -17,7 +17,7 @@ from .kernels.lean import lean
 from .kv_blocks import slot_mapping
 from .model import CausalLM, attention_impl
 from .native import build_all
-from .paged_attention import AttnMeta, get_backend, register_attention
+from .paged_attention import AttnMeta, KVShape, get_backend, register_attention
 from .sampling import SamplerState, sample, score
 
 # %% ../nbs/06_ragged_batch.ipynb #f4655571
@@ -103,8 +103,8 @@ class ModelRunner:
         self.model, self.config, self.num_blocks = model, config, num_blocks
         register_attention(opaque=config.compile)
         if torch.device(model.device).type == 'cpu': build_all()          # of C++: once on a machine
-        self.backend = get_backend(config.backend, model.device, model.dtype, config.block_size, model.head_dim)(num_blocks, config.block_size, model.num_layers, model.num_kv_heads,
-                                                                              model.head_dim, model.dtype, model.device)
+        shape = KVShape(num_blocks, config.block_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.device)
+        self.backend = get_backend(config.backend, model.device, model.dtype, config.block_size, model.head_dim)(shape)
         self.lean = lean(model, self.backend) if config.lean and not config.compile else None
         self.call = torch.compile(model.hf_model, dynamic=True) if config.compile else model.hf_model
         make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps
