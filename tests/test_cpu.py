@@ -9,7 +9,8 @@ from cbatch.kernels import cpu, lean
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
 from cbatch.native import Native
-from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, best_backend, paged_attention_ref
+from cbatch.backends import best_backend
+from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attention_ref
 from cbatch.ragged_batch import ModelRunner, pack
 from cbatch.token_loop import generate_ref
 from harness import quiet
@@ -246,7 +247,7 @@ def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
 
 @pytest.mark.parametrize('bs,D', [(4, 64), (24, 64), (16, 24)])
 def test_what_the_kernel_does_not_know_goes_through_torch(bs, D):
-    assert best_backend('cpu', torch.float32, bs, D) == 'torch' and best_backend('cpu', torch.float16, 16, 64) == 'torch'
+    for shape in (KVShape(4, bs, 1, 1, D), KVShape(4, 16, 1, 1, 64, torch.float16)): assert best_backend(shape) == 'torch'
     with pytest.raises(ValueError, match="backend='cpu'"): cpu.CPUBackend(KVShape(4, bs, 1, 1, D))
 
 def test_without_a_compiler(tmp_path):

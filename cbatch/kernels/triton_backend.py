@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from .kv_write import INTERPRETED, kv_write
 from .paged_decode import paged_decode
 from .paged_prefill import paged_prefill
-from ..paged_attention import AttnMeta, KVShape, TorchBackend
+from ..paged_attention import AttnMeta, KVShape, TorchBackend, attend_chunk, chunks_of
 
 # %% ../../kernels/04_triton_backend.ipynb #a19d7725
 log = logging.getLogger('cbatch')
@@ -61,7 +61,7 @@ def prepare(self:TritonBackend, meta:AttnMeta):
     starts = [s - n for _, s, _ in chunks] + [sum(meta.query_lens) - n]
     ints = torch.tensor([*meta.seq_lens, *starts], dtype=torch.int32).to(dev, non_blocking=True)
     meta.scratch.update(n=n, tables=meta.block_tables.int(), lens=ints[:R], starts=ints[R:])
-    if not self.dots: meta.scratch['prefill'] = [(s, q, meta.seq_lens[r], self._slots(meta.block_tables[r])[:meta.seq_lens[r]]) for r, s, q in chunks]
+    if not self.dots: meta.scratch['prefill'] = chunks_of(meta, range(n, R), self.shape.block_size)
 
 @patch
 def write(self:TritonBackend, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta):
@@ -80,7 +80,7 @@ def attend(self:TritonBackend,
     out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
     if n: paged_decode(q[:n], *kv, s['tables'][:n], s['lens'][:n], dot=self.dots, out=out[:n], **kw)
     if len(s['tables']) > n and self.dots: paged_prefill(q[n:], *kv, s['tables'][n:], s['lens'][n:], s['starts'], out=out[n:], **kw)
-    for at, m, L, slots in s.get('prefill', ()): out[at:at+m] = self._prefill(layer, q[at:at+m], L, slots, meta, scaling, window, softcap)
+    for rows, slots in s.get('prefill', ()): out[rows] = attend_chunk(q[rows], *kv, slots, meta, scaling, window, softcap)
     return out
 
 # %% ../../kernels/04_triton_backend.ipynb #d89773af
