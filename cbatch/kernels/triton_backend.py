@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from .kv_write import INTERPRETED, kv_write
 from .paged_decode import paged_decode
 from .paged_prefill import paged_prefill
-from ..paged_attention import AttnMeta, TorchBackend
+from ..paged_attention import AttnMeta, KVShape, TorchBackend, attend_chunk, chunks_of
 
 # %% ../../kernels/04_triton_backend.ipynb #a19d7725
 log = logging.getLogger('cbatch')
@@ -24,18 +24,29 @@ def has_dots(
     device = torch.device(device)
     return device.type != 'cuda' or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
+def _too_old(device:torch.device, dtype:torch.dtype)->str|None:
+    "Why the card can't compute in this type with kernels, or None"
+    if dtype == torch.float32: return "backend='triton' in float32: use dtype='float16' or 'bfloat16', or backend='torch'"
+    needs, has = (8, 0) if dtype == torch.bfloat16 else (7, 5), torch.cuda.get_device_capability(device)
+    if has >= needs: return None
+    return f"backend='triton' in {str(dtype)[6:]} on a card of capability {has[0]}.{has[1]}: needs {needs[0]}.{needs[1]}"
+
 class TritonBackend(TorchBackend):
     "KV in torch tensors; writes and attends by Triton kernels"
-    def __init__(self,
-        num_blocks:int, block_size:int, num_layers:int, num_kv_heads:int, head_dim:int,
-        dtype:torch.dtype=torch.float16, device='cpu',
-    ):
-        if not INTERPRETED:
-            if torch.device(device).type != 'cuda': raise ValueError(f"backend='triton' on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly")
-            if dtype == torch.float32: raise ValueError("backend='triton' in float32: use dtype='float16' or 'bfloat16', or backend='torch'")
-        if block_size & (block_size - 1): raise ValueError(f"backend='triton' with block_size={block_size}: must be a power of two")
-        super().__init__(num_blocks, block_size, num_layers, num_kv_heads, head_dim, dtype, device)
-        self.dots = self._dots(device)
+    @classmethod
+    def fits(cls, shape:KVShape)->str|None:
+        "Why the kernels can't keep such KV here, or None"
+        device = torch.device(shape.device)
+        if device.type != 'cuda' and not INTERPRETED:
+            return f"backend='triton' on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly"
+        if device.type == 'cuda' and (why := _too_old(device, shape.dtype)): return why
+        if shape.block_size & (shape.block_size - 1): return f"backend='triton' with block_size={shape.block_size}: must be a power of two"
+        if shape.head_dim > 256: return f"backend='triton' with head_dim={shape.head_dim}: must be at most 256"
+        return None
+
+    def __init__(self, shape:KVShape):
+        super().__init__(shape)
+        self.dots = self._dots(shape.device)
 
     def _dots(self, device)->bool: return has_dots(device)
 
@@ -50,7 +61,7 @@ def prepare(self:TritonBackend, meta:AttnMeta):
     starts = [s - n for _, s, _ in chunks] + [sum(meta.query_lens) - n]
     ints = torch.tensor([*meta.seq_lens, *starts], dtype=torch.int32).to(dev, non_blocking=True)
     meta.scratch.update(n=n, tables=meta.block_tables.int(), lens=ints[:R], starts=ints[R:])
-    if not self.dots: meta.scratch['prefill'] = [(s, q, meta.seq_lens[r], self._slots(meta.block_tables[r])[:meta.seq_lens[r]]) for r, s, q in chunks]
+    if not self.dots: meta.scratch['prefill'] = chunks_of(meta, range(n, R), self.shape.block_size)
 
 @patch
 def write(self:TritonBackend, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta):
@@ -69,7 +80,7 @@ def attend(self:TritonBackend,
     out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
     if n: paged_decode(q[:n], *kv, s['tables'][:n], s['lens'][:n], dot=self.dots, out=out[:n], **kw)
     if len(s['tables']) > n and self.dots: paged_prefill(q[n:], *kv, s['tables'][n:], s['lens'][n:], s['starts'], out=out[n:], **kw)
-    for at, m, L, slots in s.get('prefill', ()): out[at:at+m] = self._prefill(layer, q[at:at+m], L, slots, meta, scaling, window, softcap)
+    for rows, slots in s.get('prefill', ()): out[rows] = attend_chunk(q[rows], *kv, slots, meta, scaling, window, softcap)
     return out
 
 # %% ../../kernels/04_triton_backend.ipynb #d89773af

@@ -4,6 +4,7 @@ from cbatch import LLM, SamplingParams
 from cbatch.kernels import triton_backend
 from cbatch.kernels.triton_backend import DecodeGraphs, TritonBackend
 from cbatch.model import tiny_lm
+from cbatch.paged_attention import KVShape
 from cbatch.token_loop import generate_ref
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(20, 29)), [5, 6, 7] * 3 + [1]]
@@ -81,4 +82,4 @@ def test_what_is_refused(monkeypatch):
     import cbatch.kernels.triton_backend as tb
     monkeypatch.setattr(tb, 'INTERPRETED', False)
     with pytest.raises(ValueError, match='needs a GPU, or TRITON_INTERPRET=1'): engine(tiny_lm('llama'))
-    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(4, 4, 1, 1, 16, torch.float32, 'cuda')
+    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(KVShape(4, 4, 1, 1, 16, torch.float32, 'cuda'))
