@@ -5,7 +5,7 @@ from importlib import import_module as _import_module
 
 # where each name lives; its module is imported when the name is first asked for, so that `import cbatch` loads no torch
 _home = dict(LLM='engine', AsyncLLM='async_engine', SamplingParams='core', EngineConfig='core', RequestOutput='core', CapacityError='core',
-             RequestFailed='core', tiny_lm='model', load_model='model')
+             RequestFailed='core', tiny_lm='model', load_model='loading')
 __all__ = list(_home)
 
 def __getattr__(name):

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from .core import (CapacityError, CompletionOutput, EngineConfig, Request, RequestFailed, RequestMetrics, RequestOutput,
                          SamplingParams, Scheduled, Status, StepOutput, _number, check_ids)
 from .metrics import EngineCounters
-from .model import CausalLM, load_model
+from .loading import load_model
+from .model import CausalLM
 from .policies import get_policy
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
@@ -97,7 +98,7 @@ def num_free_blocks(self:LLM)->int: return self.scheduler.blocks.num_free_blocks
 def has_unfinished(self:LLM)->bool: return bool(self.requests)
 @patch(as_prop=True)
 def hf_model(self:LLM):
-    "transformers' own model; it may be used between two steps"
+    "transformers' own model; it may be used at any time"
     self._open()
     return self.model.hf_model
 @patch(as_prop=True)

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .core import EngineConfig, Padding, Plan, Request, StepOutput
 from .kernels.lean import lean
 from .kv_blocks import slot_mapping
-from .model import CausalLM, attention_impl
+from .model import CausalLM, with_attention
 from .native import build_all
 from .paged_attention import AttnMeta, get_backend, register_attention
 from .sampling import SamplerState, sample, score
@@ -106,7 +106,8 @@ class ModelRunner:
         self.backend = get_backend(config.backend, model.device, model.dtype, config.block_size, model.head_dim)(num_blocks, config.block_size, model.num_layers, model.num_kv_heads,
                                                                               model.head_dim, model.dtype, model.device)
         self.lean = lean(model, self.backend) if config.lean and not config.compile else None
-        self.call = torch.compile(model.hf_model, dynamic=True) if config.compile else model.hf_model
+        hf = None if self.lean else with_attention(model.hf_model, 'cbatch')
+        self.call = torch.compile(hf, dynamic=True) if config.compile else hf
         make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps
         self.graphs = make(config.max_num_seqs, max_blocks) if make and config.cuda_graphs else None
         self.spent = dict.fromkeys(('pack', 'forward', 'sample'), 0.)   # s, over all steps
@@ -157,8 +158,7 @@ def _move(self:ModelRunner, plan:Plan):
 def logits(self:ModelRunner, input_ids, position_ids, rows, meta:AttnMeta)->torch.Tensor:
     "Logits [rows, V] of some rows of a packed step"
     if self.lean: return self.lean(input_ids, position_ids, rows, meta)
-    with attention_impl(self.model.hf_model, 'cbatch'):
-        return self.call(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, cbatch=meta).logits[0]
+    return self.call(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, cbatch=meta).logits[0]
 
 @patch
 def forward(self:ModelRunner, batch:Batch)->torch.Tensor:
