@@ -9,7 +9,7 @@ import torch
 from cbatch import LLM, SamplingParams
 from cbatch.bench import machine, model_facts, rates, step_work
 from cbatch.kernels import lean
-from cbatch.model import load_model
+from cbatch.loading import load_model
 
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False), 'transformers modules, attention in C++': dict(lean=False),
          'lean model, products by oneDNN': dict(), 'lean model': dict()}

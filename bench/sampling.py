@@ -26,7 +26,7 @@ def requests(kinds, a):
 def logits(a):
     "A model's own logits, one row per position of its text; or noise of about their shape"
     if a.model == 'noise': return torch.randn(a.rows, a.vocab, generator=torch.Generator().manual_seed(a.seed)) * 2.5
-    from cbatch.model import load_model
+    from cbatch.loading import load_model
     lm = load_model(a.model)
     text = Path(__file__).resolve().parent.parent.joinpath('README.md').read_text(encoding='utf-8')
     with torch.no_grad(): x = lm.hf_model(input_ids=torch.tensor([lm.tokenizer.encode(text)[:2 * a.rows]])).logits[0].float()

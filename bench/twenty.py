@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from cbatch import LLM, SamplingParams
 from cbatch.bench import machine, run_generate
-from cbatch.model import load_model, tiny_lm
+from cbatch.loading import load_model
+from cbatch.model import tiny_lm
 from cbatch.workloads import heavy, w64
 
 TOKENS, RESERVED = 8192, 2048

@@ -357,7 +357,8 @@ def contestant(
 )->dict:
     "One engine on one workload"
     import torch, transformers
-    from cbatch.model import load_model, tiny_lm
+    from cbatch.loading import load_model
+    from cbatch.model import tiny_lm
     transformers.logging.set_verbosity_error(); logging.getLogger('transformers').setLevel(logging.ERROR)
     work, base = _work(spec), usage()
     seed, often = spec['seed'], dict(repeats=spec['repeats'], limit_s=spec['limit_s'])
@@ -386,8 +387,8 @@ def _work(spec:dict)->Workload:
 def _gguf(model:str)->str:
     "The file that llama.cpp reads"
     if model != 'smollm2': return model
-    from cbatch.model import _smollm2_gguf
-    return str(_smollm2_gguf())
+    from cbatch.loading import smollm2_gguf
+    return str(smollm2_gguf())
 
 def _timed(run, work:Workload, name:str, model_id:str, often:dict)->dict:
     "A peer that only says when all is done: no latencies"
@@ -499,7 +500,8 @@ def _conclude(runs:dict, speed:dict)->list:
 def _drive_here(model:str, dtype:str, work:Workload, seed:int, **config)->tuple:
     "Drive an engine of this process"
     from cbatch.engine import LLM
-    from cbatch.model import load_model, tiny_lm
+    from cbatch.loading import load_model
+    from cbatch.model import tiny_lm
     with LLM(tiny_lm() if model == 'tiny' else load_model(model, dtype, 'auto'), **config) as llm:
         drive(llm, smaller(work.at([0.] * len(work)), 4), seed, 'warm'); before = llm.scheduler.num_steps
         sent, took = drive(llm, work, seed)

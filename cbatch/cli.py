@@ -340,7 +340,7 @@ def _folders(**paths):
 def _ready(name:str, dtype:str):
     "The model, loaded and warm: the first step of a process pays for what no later one does"
     from cbatch.engine import LLM
-    from cbatch.model import load_model
+    from cbatch.loading import load_model
     model = load_model(name, dtype, 'auto')
     with LLM(model, num_blocks=8) as llm: llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
     return model

