@@ -100,10 +100,10 @@ def engine(model, **kw):
 def check_graphs():
     "Recorded against launched decode steps: the logits of the same step, and the tokens of whole answers"
     with engine(config('0.6B')) as llm:
-        if DRY: llm.runner.graphs = DecodeGraphs(llm.runner.backend, 4, 4, record=lambda run, pool: (run(), (run, pool))[1])
-        if llm.runner.graphs is None: return dict(skipped='this backend records nothing')
+        if DRY: llm.runner.executor.graphs = DecodeGraphs(llm.runner.executor.backend, 4, 4, record=lambda run, pool: (run(), (run, pool))[1])
+        if llm.runner.executor.graphs is None: return dict(skipped='this backend records nothing')
         ask, sp = prompts(3 if DRY else 48, 4, 20 if DRY else 200, 250), SamplingParams(temperature=0, max_tokens=4 if DRY else 48, ignore_eos=True)
-        graphs, diffs = llm.runner.graphs, []
+        graphs, diffs = llm.runner.executor.graphs, []
         class Both:
             def warm_up(self, *a): graphs.warm_up(*a)
             def __call__(self, batch, logits):
@@ -112,9 +112,9 @@ def check_graphs():
                 ref = logits(batch.input_ids, batch.position_ids, batch.logit_rows, batch.meta)
                 diffs.append(((got - ref).abs().max() / ref.abs().max()).item())
                 return got
-        llm.runner.graphs = Both()
+        llm.runner.executor.graphs = Both()
         recorded = [o.outputs[0].token_ids for o in llm.generate(ask, sp, use_tqdm=False)]
-        llm.runner.graphs = None
+        llm.runner.executor.graphs = None
         launched = [o.outputs[0].token_ids for o in llm.generate(ask, sp, use_tqdm=False)]
     worst = float('nan') if any(d != d for d in diffs) else max(diffs, default=None)
     return dict(steps=len(diffs), largest_relative_difference=worst, equal_answers=sum(a == b for a, b in zip(recorded, launched)), answers=len(ask), off=graphs.off)

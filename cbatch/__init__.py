@@ -4,13 +4,8 @@ __version__ = "0.1.0"
 from importlib import import_module as _import_module
 
 # where each name lives; its module is imported when the name is first asked for, so that `import cbatch` loads no torch
-<<<<<<< HEAD
 _home = dict(LLM='llm', AsyncLLM='async_engine', SamplingParams='params', EngineConfig='params', RequestOutput='core', CapacityError='params',
              RequestFailed='params', tiny_lm='model', load_model='loading')
-=======
-_home = dict(LLM='engine', AsyncLLM='async_engine', SamplingParams='core', EngineConfig='core', RequestOutput='core', CapacityError='core',
-             RequestFailed='core', tiny_lm='model', load_model='loading')
->>>>>>> fa4f4d2cc73a87dd64e8085720151aca03301d0c
 __all__ = list(_home)
 
 def __getattr__(name):

@@ -16,8 +16,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import monotonic
-from .core import MAX_SCORES, CompletionOutput, Request, RequestOutput, SamplingParams, StepRecord, _number, _whole
-from .engine import LLM, Draft
+from .core import CompletionOutput, Request, RequestOutput, StepRecord
+from .params import check_number, check_whole, MAX_SCORES, SamplingParams
+from .llm import LLM
+from .reports import Draft
 from .text import Detokenizer, decode, encode_chat
 
 # %% ../nbs/18_async_engine.ipynb #7812c0e4
@@ -96,9 +98,9 @@ class Limits:
     idle_s:float = 1.                 # how often a thread without work looks whether its event loop still lives
 
     def __post_init__(self):
-        for k in ('max_waiting', 'max_buffer_bytes'): _whole(k, getattr(self, k), 1, 'an integer from 1 up')
-        if self.max_waiting_tokens is not None: _whole('max_waiting_tokens', self.max_waiting_tokens, 1, 'an integer from 1 up, or None')
-        for k in ('send_timeout_s', 'stall_s', 'idle_s'): _number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
+        for k in ('max_waiting', 'max_buffer_bytes'): check_whole(k, getattr(self, k), 1, 'an integer from 1 up')
+        if self.max_waiting_tokens is not None: check_whole('max_waiting_tokens', self.max_waiting_tokens, 1, 'an integer from 1 up, or None')
+        for k in ('send_timeout_s', 'stall_s', 'idle_s'): check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
 
 # %% ../nbs/18_async_engine.ipynb #d23a2d35
 class Observer:
@@ -474,7 +476,7 @@ async def add_many(self:AsyncLLM,
     self._serving()
     w, asks = self.worker, list(asks)
     num, now = sum(getattr(sp, 'n', 1) for _, sp in asks), w.llm.clock()
-    if timeout_s is not None: _number('timeout_s', timeout_s, 0, 1e9, 'a number of seconds')
+    if timeout_s is not None: check_number('timeout_s', timeout_s, 0, 1e9, 'a number of seconds')
     self._room(num)
     kw = dict(arrival=now, deadline=None if timeout_s is None else now + timeout_s, priority=priority, user=user, cache_salt=cache_salt)
     w.reserved += num

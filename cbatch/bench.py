@@ -16,7 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
-from .core import EngineConfig, Request, RequestMetrics, SamplingParams, StepOutput, StepRecord
+from .core import Request, RequestMetrics, StepOutput, StepRecord
+from .params import EngineConfig, SamplingParams
 from .metrics import e2e_s, goodput, itls_s, percentile, token_times, tpot_s, ttft_s
 from .policies import get_policy
 from .preemption import Preempt
@@ -205,7 +206,7 @@ def best_of(
 # %% ../nbs/21_bench.ipynb #f80913cf
 def run_engine(model, work:Workload, policy:str, seed:int=0, repeats:int=3, limit_s:float=240., slos:dict|None=None, **config)->dict:
     "Serve a workload under a policy: the field's numbers, and where the time of a step went"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     with LLM(model, policy=policy, **{'trace': 100_000} | config) as llm:
         drive(llm, smaller(work, 4), seed, 'warm')
         def run():
@@ -499,7 +500,7 @@ def _conclude(runs:dict, speed:dict)->list:
 # %% ../nbs/21_bench.ipynb #27509d63
 def _drive_here(model:str, dtype:str, work:Workload, seed:int, **config)->tuple:
     "Drive an engine of this process"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     from cbatch.loading import load_model
     from cbatch.model import tiny_lm
     with LLM(tiny_lm() if model == 'tiny' else load_model(model, dtype, 'auto'), **config) as llm:

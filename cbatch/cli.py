@@ -16,7 +16,8 @@ from pathlib import Path
 from fastcore.basics import patch
 from fastcore.script import anno_parser
 from .bench import machine as _machine, scheduler as _bench_scheduler, serve as _bench_serve, throughput as _bench_throughput
-from .core import SamplingParams, StepRecord
+from .core import StepRecord
+from .params import SamplingParams
 from .metrics import Comparison, compare, e2e_s, summarize
 from .policies import get_policy
 from .trace import Trace
@@ -275,7 +276,7 @@ def run_crowd(
     **config,       # of the engine
 )->Run:
     "Serve the crowd under a policy, in view"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     name = _name(policy)
     with LLM(model, policy=policy, **config) as llm:
         opened = llm.clock()
@@ -339,7 +340,7 @@ def _folders(**paths):
 
 def _ready(name:str, dtype:str):
     "The model, loaded and warm: the first step of a process pays for what no later one does"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     from cbatch.loading import load_model
     model = load_model(name, dtype, 'auto')
     with LLM(model, num_blocks=8) as llm: llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
@@ -469,7 +470,7 @@ def serve(
     get_policy(policy)
     failed, name = [], served_model_name or (Path(model).name if Path(model).exists() else model)
     def make():
-        from cbatch.engine import LLM
+        from cbatch.llm import LLM
         try: llm = LLM(model, dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                        num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
         except (ValueError, OSError) as e: failed.append(e); raise

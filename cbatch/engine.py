@@ -182,7 +182,7 @@ def _step(self:Engine)->list[Draft]:
     plan = self.scheduler.schedule(start)
     lap = self._lap('schedule', lap)
     if not plan: return []
-    plan, out = self._execute(plan)
+    plan, out = self._try(plan)
     now, lap = self.clock(), perf_counter()
     finished = self.scheduler.update(plan, out, now)
     self.counters.count(plan, out, self.config.max_num_seqs)
@@ -201,13 +201,13 @@ def _lap(self:Engine, what:str, since:float)->float:
     return now
 
 @patch
-def _execute(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as it was tried
+def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as it was tried
     "Run a plan; an exception becomes an error of each of its requests"
     self.moved = False
     try:
-        try: return plan, self._run(plan)
+        try: return plan, self.execute(plan)
         except torch.OutOfMemoryError: plan = self._half(plan)
-        return plan, self._run(plan)
+        return plan, self.execute(plan)
     except Exception as e:
         _log.exception("step %d failed", plan.step)
         plan, failure = self.scheduler.undo(plan, self.moved), Failure(Code.STEP, f"{type(e).__name__}: {e}")
@@ -218,7 +218,7 @@ def _execute(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far
         raise
 
 @patch
-def _run(self:Engine, plan:Plan)->StepOutput:
+def execute(self:Engine, plan:Plan)->StepOutput:
     "Start a plan and wait for it; `moved` says whether its blocks have been moved, should it fail"
     pending = self.runner.start(plan, self.moved)
     self.moved = self.moved or pending.moved

@@ -12,7 +12,8 @@ __all__ = ['TYPES', 'LIMITS', 'APIS', 'FIELDS', 'ROLES', 'KINDS', 'DONE', 'PING'
 import json, math, re, reprlib, time, uuid
 from dataclasses import dataclass, field, replace
 from fastcore.basics import patch
-from .core import MAX_CHARS, MOST, NUMBERS, WHOLES, CapacityError, RequestOutput, SamplingParams
+from .core import RequestOutput
+from .params import CapacityError, MAX_CHARS, MOST, NUMBERS, SamplingParams, WHOLES
 
 # %% ../nbs/19_protocol.ipynb #54586727
 TYPES = {401: 'authentication_error', 408: 'timeout_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
@@ -171,10 +172,10 @@ def fields(api:str)->dict:
     return {f.name: f for f in FIELDS if api in f.apis}
 
 # %% ../nbs/19_protocol.ipynb #bd71f5f6
-def _whole(f:Field, x, vocab:int):
+def check_whole(f:Field, x, vocab:int):
     if type(x) is not int or not f.least <= x <= f.most: refuse(f"{f.name}={quote(x)}: must be an integer from {f.least} to {f.most}", f.name)
     return x
-def _number(f:Field, x, vocab:int):
+def check_number(f:Field, x, vocab:int):
     if type(x) not in (int, float) or not f.least <= x <= f.most: refuse(f"{f.name}={quote(x)}: must be a number from {f.least} to {f.most}", f.name)
     return x
 def _flag(f:Field, x, vocab:int):

@@ -12,7 +12,8 @@ import numpy as np, torch
 import torch.nn.functional as F
 from dataclasses import dataclass, field
 from fastcore.basics import patch
-from .core import MAX_BAD_TOKENS, Logprob, SamplingParams
+from .core import Logprob
+from .params import MAX_BAD_TOKENS, SamplingParams
 from .native import Native
 
 # %% ../nbs/02a_sampling.ipynb #37288398

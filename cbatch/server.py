@@ -19,7 +19,7 @@ from starlette.routing import Route, Router
 from threading import Event, Thread, current_thread, main_thread
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from .async_engine import AsyncLLM, Overloaded, Unavailable
-from .core import CapacityError
+from .params import CapacityError
 from .prometheus import Exporter
 from .protocol import (DONE, LIMITS, PING, ROUTES, Ask, Chunks, Head, ProtocolError, dumps, failure, fitted, frame, openapi, parse_json, read_fields,
                              read_request, refusal, refuse, sanitise, unknown)

@@ -9,7 +9,7 @@ __all__ = ['ROLES', 'FIELDS', 'token_bytes', 'ByteText', 'Vocab', 'vocab_of', 'd
 # %% ../nbs/02b_text.ipynb #9e192bd9
 import codecs, json, re
 from fastcore.basics import patch
-from .core import SamplingParams
+from .params import SamplingParams
 
 # %% ../nbs/02b_text.ipynb #2e599277
 def _letters()->dict:

@@ -8,7 +8,7 @@ __all__ = ['TIE', 'CachedModel', 'Reference', 'generate_ref', 'Agreement', 'comp
 # %% ../nbs/02_token_loop.ipynb #d995731e
 import inspect, torch
 from dataclasses import dataclass
-from .core import RequestFailed, SamplingParams, check_ids
+from .params import check_ids, RequestFailed, SamplingParams
 from .model import CausalLM
 from .sampling import SamplerState, bad_word_ids, sample
 from .text import cut_at_stop, decode

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
-from .core import cdiv
+from .params import cdiv
 from .metrics import compare
 from .trace import Trace
 

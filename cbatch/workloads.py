@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from zlib import crc32
 from fastcore.basics import patch
-from .core import _number, _whole
+from .params import check_number, check_whole
 
 # %% ../nbs/15_workloads.ipynb #2154cec1
 def batch_steps(
@@ -88,7 +88,7 @@ def faster(self:Workload,
     factor:float, # 2 lets people come twice as fast
 )->Workload:
     "The same people in less time"
-    _number('factor', factor, 1e-9, 1e9, 'a number above 0')
+    check_number('factor', factor, 1e-9, 1e9, 'a number above 0')
     return self._with(replace(x, arrival=x.arrival / factor) for x in self.items)
 
 @patch

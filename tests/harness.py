@@ -4,7 +4,8 @@ from collections import Counter
 from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
-from cbatch.core import Status, cdiv
+from cbatch.core import Status
+from cbatch.params import cdiv
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic, Static
 from cbatch.sampling import FAST, SamplerState, sample, uniform
@@ -57,18 +58,18 @@ class Watch:
         self.llm, self.order, self.tokens, self.sampled, self.text, self.ended = llm, {}, {}, {}, {}, {}
         self.plan, self.counts, self.bound, self.preempted = None, Counter(), 0, 0
         self.first_come, self.in_order = llm.scheduler.policy.name == 'vllm', in_order
-        run = llm._execute
+        run = llm.execute
         def execute(plan):
             self.planned(plan)
             out = run(plan)
             assert not out.errors, out.errors
-            for r, t in out.sampled.items(): self.sampled[r].append(t)
+            for r, ts in out.sampled.items(): self.sampled[r] += ts
             return out
-        llm._execute = execute
+        llm.execute = execute
 
     def added(self, rid):
         self.order[rid], self.tokens[rid], self.sampled[rid], self.text[rid] = len(self.order), [], [], ''
-        self.bound = sum(cdiv(r.num_tokens + r.max_tokens, self.llm.config.max_num_batched_tokens) + r.max_tokens + 1 for r, _ in self.llm.requests.values())
+        self.bound = sum(cdiv(r.num_tokens + r.max_tokens, self.llm.config.max_num_batched_tokens) + r.max_tokens + 1 for r in (a.request for a in self.llm.requests.values()))
 
     def planned(self, plan):
         self.plan, s, cfg = plan, self.llm.scheduler, self.llm.config
@@ -78,8 +79,7 @@ class Watch:
         assert len(set(who)) == len(who) and len(s.running) <= cfg.max_num_seqs
         assert all(x.request.status is Status.RUNNING and x.num_tokens > 0 for x in plan.scheduled)
         for x in plan.scheduled: assert len(x.request.block_table) * cfg.block_size >= x.request.num_computed_tokens + x.num_tokens
-        now = self.llm.trace.planning
-        assert (now.num_waiting, [d[0] for d in now.scheduled]) == (len(s.waiting), who)
+        assert plan.num_waiting == len(s.waiting)
         (self._first_come if self.first_come else self._closed)(plan, s, who)
 
     def _closed(self, plan, s, who):
@@ -113,7 +113,7 @@ class Watch:
             if o.finished: self.ended[rid] = o
         if self.first_come:
             for r in s.running: assert len(r.block_table) == cdiv(r.num_computed_tokens, llm.config.block_size)   # S2
-        for r, _ in llm.requests.values(): assert r.output_ids == self.sampled[r.request_id]
+        for r in (a.request for a in llm.requests.values()): assert r.output_ids == self.sampled[r.request_id]
         llm.check()
         self._metrics(); self._trace(llm.trace.state())
 
@@ -157,7 +157,7 @@ def draw_engine(rng, policy, longest):
     llm = LLM(llama(), policy=policy, block_size=bs, num_blocks=need + rng.choice(more),
               preemption=rng.choice(['recompute', 'swap']), prefix_caching=rng.random() < .6,
               max_num_seqs=rng.choice([1, 2, 3, 4, 6, 8, 12, 16]), max_num_batched_tokens=rng.choice([8, 9, 12, 16, 33, 64, 128, 512]))
-    for cache in llm.runner.backend.k + llm.runner.backend.v: cache[1:] = float('nan')   # whoever reads what was never written is found out
+    for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[1:] = float('nan')   # whoever reads what was never written is found out
     llm.now = 0.
     llm.clock = lambda: llm.now
     return llm
@@ -179,7 +179,7 @@ def run_schedule(seed, policy=None, num_requests=None):
             rid, prompt, _, params = todo.pop(0)
             llm.add(list(prompts()[prompt]), params, request_id=rid, arrival=llm.now - late * rng.random()); watch.added(rid); since = 0
         if llm.requests and rng.random() < cruelty:
-            everybody = [r for r, _ in llm.requests.values()]
+            everybody = [r for r in (a.request for a in llm.requests.values())]
             r = rng.choice([r for r in everybody if r.status is Status.PREEMPTED] or everybody)
             seen['aborted ' + ('mid-prompt' if 0 < r.num_computed_tokens < len(r.prompt_ids) else r.status.value)] += 1
             assert llm.abort(r.request_id) and not llm.abort(r.request_id)

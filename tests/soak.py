@@ -98,14 +98,14 @@ KINDS = ['honest'] * 8 + ['leaver'] * 4 + ['fool'] * 2 + 'dawdler babbler hurrie
 
 def poison(llm):
     "Give NaN to whoever has 13 in his prompt, at his third token"
-    run = llm.runner.execute
+    run = llm.execute
     def execute(plan):
         out = run(plan)
         for r in [s.request for s in plan.scheduled]:
             if r.prompt_ids[0] == 13 and len(r.output_ids) == 2 and r.request_id in out.sampled:
                 del out.sampled[r.request_id]; out.errors[r.request_id] = 'the model gave NaN or infinite logits'
         return out
-    llm.runner.execute = execute
+    llm.execute = execute
 
 def soak(seconds, seed=0, clients=8):
     "Let them in; what came of it"

@@ -62,10 +62,10 @@ def test_drive_asks_for_what_the_workload_wants(tiny, engine):
 def test_drive_is_an_open_loop(engine, policy):
     "On a clock that moves by hand: nobody comes early, and who comes while a step runs is late by its rest"
     llm, now = engine(policy=policy, num_blocks=200), [5.]
-    run = llm.runner.execute
+    run = llm.execute
     def execute(plan): now[0] += .01; return run(plan)
     def sleep(s): assert s > 0; now[0] += s
-    llm.runner.execute, llm.clock, llm.sleep = execute, lambda: now[0], sleep
+    llm.execute, llm.clock, llm.sleep = execute, lambda: now[0], sleep
     work = Workload('x', [WorkItem(3, [(str(i), 4)], arrival=t) for i, t in enumerate((0., .004, 7.))])
     sent, took = drive(llm, work)
     assert [s.metrics.arrival for s in sent] == [5., 5.004, 12.] and [s.lag_s for s in sent][0] == 0 and sent[2].lag_s == pytest.approx(0) and 7 < took < 7.2
@@ -251,7 +251,8 @@ def test_mistakes_are_said(args, says, capsys):
 
 def test_a_decode_step_looks_at_memory_at_block_ends_only(monkeypatch):
     "Whether anybody waits or not: what the scheduler costs per request must not depend on the queue"
-    from cbatch.core import EngineConfig, Request, StepOutput
+    from cbatch.core import Request, StepOutput
+    from cbatch.params import EngineConfig
     from cbatch.kv_blocks import BlockManager
     from cbatch.scheduler import Scheduler
     asked, old = [], BlockManager.blocks_short

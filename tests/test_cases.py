@@ -29,7 +29,7 @@ def scripted(engine, tiny, monkeypatch):
                 r = llm.requests[i][0]
                 if (told := says.get(tuple(r.prompt_ids))) is not None: out.sampled[i] = told[len(r.output_ids)] if len(r.output_ids) < len(told) else 256
             return out
-        run = llm.runner.execute
+        run = llm.execute
         monkeypatch.setattr(llm.runner, 'execute', execute)
         return llm
     return make

@@ -20,7 +20,7 @@ def says(w, monkeypatch):
     "Make the model answer a prompt as told, one byte a token (or one id of a list), then by end-of-sequence"
     def make(script):
         told = {tuple(w.llm.encode(p)): list(s.encode()) if isinstance(s, str) else s for p, s in script.items()}
-        run = w.llm.runner.execute
+        run = w.llm.execute
         def execute(plan):
             out = run(plan)
             for i in out.sampled:
@@ -44,7 +44,7 @@ def test_case_10_eight_streams_drop(tiny):
     with web(tiny, engine=dict(num_blocks=60, watermark=0.)) as w:
         w.slow(.01)
         socks = [w.raw(prompt=[i + 1] * (5 if i % 2 else 100), stream=i % 3 > 0, max_tokens=130) for i in range(8)]
-        w.wait(lambda: any(r.output_ids for r, _ in list(w.llm.requests.values())))
+        w.wait(lambda: any(r.output_ids for r in (a.request for a in list(w.llm.requests.values()))))
         for s in socks: s.close()
         at = w.llm.scheduler.num_steps
         w.wait(lambda: not w.llm.has_unfinished)

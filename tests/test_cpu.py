@@ -4,14 +4,16 @@ from functools import partial
 import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch import LLM, SamplingParams
-from cbatch.core import EngineConfig, Padding, Plan, Request, Scheduled
+from cbatch.core import Padding, Plan, Request, Scheduled
+from cbatch.params import EngineConfig
 from cbatch.kernels import cpu, lean
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
 from cbatch.native import Native
 from cbatch.backends import best_backend
 from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attention_ref
-from cbatch.ragged_batch import ModelRunner, pack
+from cbatch.ragged_batch import pack
+from cbatch.runner import ModelRunner
 from cbatch.token_loop import generate_ref
 from harness import quiet
 
@@ -57,9 +59,9 @@ def step(lm, prompts, backend='auto', onednn=None):
     finally: lean.LeanModel = how
     rs, free = [], iter(range(1, 40))
     for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
-    batch = pack(Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs]), 16); runner.backend.prepare(batch.meta)
-    with torch.no_grad(): out = runner.forward(batch)
-    assert (runner.lean is None) == (backend == 'torch')
+    batch = pack(Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs]), 16); runner.executor.backend.prepare(batch.meta)
+    with torch.no_grad(): out = runner.executor.forward(batch)
+    assert (runner.executor.lean is None) == (backend == 'torch')
     return dict(zip((int(r.request_id) for r in batch.sampling), out))
 
 def shaken(lm):
@@ -122,7 +124,7 @@ def test_every_path_is_token_equal(arch, path):
     lm = shaken(tiny_lm(arch)); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
     for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
         with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how, **PATHS[path]) as llm:
-            used = 'torch' if type(llm.runner.backend) is TorchBackend else 'lean' if llm.runner.lean else 'attention in C++'
+            used = 'torch' if type(llm.runner.executor.backend) is TorchBackend else 'lean' if llm.runner.executor.lean else 'attention in C++'
             assert used == (path if arch in lean.KINDS or path == 'torch' else 'attention in C++')
             for _ in range(2): assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
             assert llm.metrics['num_preemptions' if how else 'num_cached_tokens'] > 0
@@ -150,11 +152,11 @@ def test_padding_leaves_the_others_and_the_cache_alone():
     lm = tiny_lm('llama'); runner = ModelRunner(lm, EngineConfig(), 4)
     r = Request('a', list(range(20)), sp(1), 9, block_table=[1, 2])
     def run(padding):
-        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); runner.backend.prepare(batch.meta)
-        with torch.no_grad(): return runner.forward(batch)
-    want = run([]); caches = [c.clone() for c in runner.backend.k + runner.backend.v]
-    assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and runner.lean
-    assert all(torch.equal(a, b) for a, b in zip(caches, runner.backend.k + runner.backend.v))
+        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); runner.executor.backend.prepare(batch.meta)
+        with torch.no_grad(): return runner.executor.forward(batch)
+    want = run([]); caches = [c.clone() for c in runner.executor.backend.k + runner.executor.backend.v]
+    assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and runner.executor.lean
+    assert all(torch.equal(a, b) for a, b in zip(caches, runner.executor.backend.k + runner.executor.backend.v))
 
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
@@ -194,7 +196,7 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     lm = tiny_lm('llama', mlp_bias=True, attention_bias=True)
     torch.nn.init.normal_(lm.hf_model.model.layers[0].self_attn.q_proj.bias); torch.nn.init.normal_(lm.hf_model.model.layers[0].mlp.down_proj.bias)
     with LLM(lm, num_blocks=20) as llm:
-        assert llm.runner.lean and llm.generate([PROMPTS[0]], sp(8), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, PROMPTS[0], sp(8)).token_ids
+        assert llm.runner.executor.lean and llm.generate([PROMPTS[0]], sp(8), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, PROMPTS[0], sp(8)).token_ids
     assert not lean.fits(tiny_lm('llama', hidden_act='gelu')) and not lean.fits(tiny_lm('gemma2'))
     class Wrapped(torch.nn.Linear): pass
     def wrapped(lm): lm.hf_model.model.layers[1].mlp.up_proj.__class__ = Wrapped
@@ -255,11 +257,12 @@ def test_without_a_compiler(tmp_path):
     code = '''
 import warnings; warnings.simplefilter('always')
 from cbatch import LLM, SamplingParams
-from cbatch.core import EngineConfig, Padding, Plan, Request, Scheduled
+from cbatch.core import Padding, Plan, Request, Scheduled
+from cbatch.params import EngineConfig
 from cbatch.model import tiny_lm
 for _ in range(2):
     llm = LLM(tiny_lm('llama'), num_blocks=20)
-    print(type(llm.runner.backend).__name__, llm.runner.lean, llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
+    print(type(llm.runner.executor.backend).__name__, llm.runner.executor.lean, llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
 '''
     ran = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in os.environ.items() if k != 'CXX'} | dict(PATH=str(tmp_path), CBATCH_CACHE=str(tmp_path)), capture_output=True, text=True)
     want = generate_ref(tiny_lm('llama'), [1, 2, 3], sp(4)).token_ids

@@ -144,7 +144,7 @@ def test_generate_and_stream_tell_of_a_failure(engine, tiny, monkeypatch):
 def test_prompt_scores_of_a_broken_model(engine, tiny, monkeypatch):
     "A prompt whose scores are not numbers ends by an error in the chunk that shows it, and nobody else does"
     llm = engine(max_num_batched_tokens=16)
-    def forward(batch, old=llm.runner.forward):
+    def forward(batch, old=llm.runner.executor.forward):
         x = old(batch)
         x[[len(batch.sampling) + i for i, (r, at) in enumerate(batch.scoring) if r.prompt_ids[0] == 3 and at == 5]] = nan
         return x
@@ -162,13 +162,13 @@ def test_one_row_of_bad_logits(engine, tiny, monkeypatch, poison, temperature):
     "Its mates keep their tokens, and the next owner of its blocks, whose KV is as bad as it gets, is not poisoned"
     llm, params = engine(num_blocks=14), sp(temperature=temperature, seed=3)
     rids = [llm.add(p, params) for p in P[:3]]
-    forward = llm.runner.forward
+    forward = llm.runner.executor.forward
     def spoilt(batch):
         logits = forward(batch)
         for i, r in enumerate(batch.sampling):
             if r.request_id == rids[1] and len(r.output_ids) == 4:
                 logits[i, 7] = poison
-                for cache in llm.runner.backend.k + llm.runner.backend.v: cache[r.block_table] = nan
+                for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[r.block_table] = nan
         return logits
     monkeypatch.setattr(llm.runner, 'forward', spoilt)
     outs = drain(llm)
@@ -192,7 +192,7 @@ def test_one_text_fails(engine, tiny, monkeypatch):
 
 # --- interruption
 
-PLACES = ['runner.execute', 'runner.forward', 'scheduler.schedule', 'scheduler.update', '_texts', 'trace.planned', 'trace.executed', 'clock']
+PLACES = ['runner.execute', 'runner.executor.forward', 'scheduler.schedule', 'scheduler.update', '_texts', 'trace.planned', 'trace.executed', 'clock']
 
 def interrupt(llm, monkeypatch, place, when, after):
     "Ctrl-C before or after a part of step number `when`"
@@ -377,7 +377,7 @@ def test_abort_between_deltas_of_a_stream(engine, tiny):
 def test_abort_from_inside_the_step(engine, tiny, monkeypatch, policy):
     "As a server's other thread might: the tokens that come back for it are nobody's"
     llm = engine(policy=policy)
-    rids, run = [llm.add(p, sp()) for p in P[:3]], llm.runner.execute
+    rids, run = [llm.add(p, sp()) for p in P[:3]], llm.execute
     def execute(plan):
         out = run(plan)
         if llm.metrics['num_steps'] == 3: assert llm.abort(rids[1])
@@ -394,7 +394,7 @@ def test_close(engine, tiny):
     llm = engine()
     fill(llm)
     s = llm.stream(P[0], sp()); next(s)
-    pool = [weakref.ref(t) for t in llm.runner.backend.k + llm.runner.backend.v]
+    pool = [weakref.ref(t) for t in llm.runner.executor.backend.k + llm.runner.executor.backend.v]
     llm.close(); llm.close()
     gc.collect()
     assert not any(r() is not None for r in pool) and not llm.has_unfinished
@@ -408,7 +408,7 @@ def test_close(engine, tiny):
 def test_the_pool_goes_with_its_engine(tiny):
     llm = LLM(tiny, num_blocks=8)
     llm.generate(P[:2], sp(), use_tqdm=False)
-    pool = weakref.ref(llm.runner.backend.k[0])
+    pool = weakref.ref(llm.runner.executor.backend.k[0])
     del llm; gc.collect()
     assert pool() is None
     with LLM(tiny, num_blocks=8) as llm: llm.add(P[0])
@@ -470,7 +470,7 @@ def test_nothing_grows_with_the_number_of_served_requests(engine):
             with pytest.raises(ValueError): llm.add([])
     serve(120); before = containers(llm)
     serve(300); after = containers(llm)
-    assert 'llm.scheduler.blocks.pool.free_ids' in after and 'llm.runner.backend.k' in after
+    assert 'llm.scheduler.blocks.pool.free_ids' in after and 'llm.runner.executor.backend.k' in after
     assert {k: n for k, n in after.items() if n > before.get(k, 60)} == {}
 
 def test_the_model_is_free_between_steps(engine, tiny):

@@ -160,12 +160,12 @@ def test_fault_12_logprobs(w):
     for x in (21, -1, 10**9): refused(w.chat(logprobs=True, top_logprobs=x), param='top_logprobs')
     for x in (21, -1, 10**9): refused(w.complete(prompt_logprobs=x), param='prompt_logprobs')
     refused(w.complete(prompt_logprobs=1, stream=True), param='prompt_logprobs')
-    run, inf = w.llm.runner.execute, float('-inf')
+    run, inf = w.llm.execute, float('-inf')
     def impossible(plan):
         out = run(plan)
         for d in out.logprobs.values(): d[3] = Logprob(inf, 258)
         return out
-    w.llm.runner.execute = impossible
+    w.llm.execute = impossible
     try:
         tops = w.complete(echo=True, logprobs=3).json['choices'][0]['logprobs']
         assert tops['token_logprobs'][0] is None and len(tops['tokens']) == 9 == len(tops['text_offset']) and '\x03' not in tops['top_logprobs'][-1]
@@ -173,7 +173,7 @@ def test_fault_12_logprobs(w):
         assert all(len(t['top_logprobs']) == 20 for t in got)
         out = w.complete(logprobs=20, prompt_logprobs=2).json['choices'][0]
         assert out['prompt_logprobs'][0] is None and len(out['prompt_logprobs']) == 3
-    finally: w.llm.runner.execute = run
+    finally: w.llm.execute = run
 
 def test_fault_13_empty_and_refused_by_the_template(w, monkeypatch):
     before = added(w)
@@ -334,17 +334,17 @@ def test_fault_23_slow_reader(fresh):
 
 @pytest.mark.parametrize('stream', [True, False])
 def test_fault_24_nan_in_one_row(w, stream):
-    run = w.llm.runner.execute
+    run = w.llm.execute
     def execute(plan):
         out = run(plan)
         for i in [s.request.request_id for s in plan.scheduled if 13 in s.request.prompt_ids and len(s.request.output_ids) == 2]:
             if i in out.sampled: del out.sampled[i]; out.errors[i] = 'the model gave NaN or infinite logits'
         return out
-    w.llm.runner.execute = execute
+    w.llm.execute = execute
     mate = []
     t = threading.Thread(target=lambda: mate.append(w.complete(max_tokens=20))); w.slow(.005); t.start()
     r = w.complete([13], stream=stream)
-    t.join(); w.llm.runner.execute = run
+    t.join(); w.llm.execute = run
     assert mate[0].json['choices'][0]['text'] == ref(w.llm.model, NEXT, 20).text
     if stream:
         assert r.status == 200 and r.frames[-1]['error']['code'] == 'nan_logits' and not any(f['choices'][0]['finish_reason'] for f in r.frames[:-1])

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.backends import BACKENDS, best_backend, get_backend, register_backend
-from cbatch.core import EngineConfig
+from cbatch.params import EngineConfig
 from cbatch.model import tiny_lm
 from cbatch.paged_attention import Backend, KVShape, PagedKV, TorchBackend
-from cbatch.ragged_batch import pool_blocks, step_bytes
+from cbatch.runner import pool_blocks, step_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -90,7 +90,7 @@ def test_a_backend_of_ones_own(monkeypatch):
         @classmethod
         def fits(cls, shape): return 'not today' if shape.block_size > 4 else None
     register_backend('mine', Mine)
-    with LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=4) as llm: assert type(llm.runner.backend) is Mine
+    with LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=4) as llm: assert type(llm.runner.executor.backend) is Mine
     with pytest.raises(ValueError, match='not today'): LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=8)
     with pytest.raises(ValueError, match="backend='yours': know auto, torch, cpu, triton, triton-turing, mine"): LLM(tiny_lm('llama'), backend='yours', num_blocks=20)
 
@@ -117,7 +117,7 @@ def test_an_engine_that_is_gone_leaves_nothing(how):
     "Model and pool go with the engine, without waiting for the garbage collector: a notebook runs its cells again"
     llm = LLM(tiny_lm('llama'), num_blocks=20, block_size=4)
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    gone = [weakref.ref(x) for x in (llm.model.hf_model, llm.runner.backend.k[0], llm.runner)]
+    gone = [weakref.ref(x) for x in (llm.model.hf_model, llm.runner.executor.backend.k[0], llm.runner)]
     gc.collect(); gc.disable()
     try:
         if how == 'close': llm.close()

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from cbatch import LLM, SamplingParams
-from cbatch.core import EngineConfig, Request, StepOutput
+from cbatch.core import Request, StepOutput
+from cbatch.params import EngineConfig
 from cbatch.prefix_caching import PrefixBlocks
 from cbatch.preemption import VICTIMS
 from cbatch.scheduler import Scheduler
@@ -140,31 +141,31 @@ def test_out_of_memory_is_tried_again_with_less(tiny):
     import torch
     prompts = [[i + 1, 2, 3] for i in range(4)]
     with LLM(tiny, block_size=4, num_blocks=40, check=True) as llm:
-        real, sizes = llm.runner.forward, []
+        real, sizes = llm.runner.executor.forward, []
         def forward(batch):
             sizes.append(batch.input_ids.shape[1])
             if sizes[-1] > 6: raise torch.OutOfMemoryError('no room')
             return real(batch)
-        llm.runner.forward = forward
+        llm.runner.executor.forward = forward
         outs = llm.generate(prompts, P, use_tqdm=False)
         assert sizes[:2] == [12, 6] and [o.outputs[0].token_ids for o in outs] == [generate_ref(tiny, p, P).token_ids for p in prompts]
         def never(batch): raise torch.OutOfMemoryError('no room')
-        llm.runner.forward = never
+        llm.runner.executor.forward = never
         i = llm.add([1, 2, 3], P)
         out = llm.step()[0]
         assert out.request_id == i and 'OutOfMemoryError' in out.error and llm.num_free_blocks == llm.num_blocks
-        llm.runner.forward = real
+        llm.runner.executor.forward = real
         assert llm.generate(prompts[0], P, use_tqdm=False)[0].outputs[0].token_ids == outs[0].outputs[0].token_ids
 
 @pytest.mark.parametrize('fail', [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_fails_before_it_moved_anything(tiny, fail):
     "Swaps and copies of a failed step are void: whoever relied on them computes again"
     with LLM(tiny, block_size=4, num_blocks=9, max_num_seqs=3, preemption='swap', watermark=0., prefix_caching=False, check=True) as llm:
-        ids = [llm.add([i + 1] * 6, P) for i in range(3)]; real, failed, done = llm.runner.execute, [], {}
+        ids = [llm.add([i + 1] * 6, P) for i in range(3)]; real, failed, done = llm.execute, [], {}
         def execute(plan):
             if (plan.swap_out or plan.swap_in) and len(failed) < 4: failed.append(plan); raise fail('now')
             return real(plan)
-        llm.runner.execute = execute
+        llm.execute = execute
         while llm.has_unfinished:
             try: done.update({o.request_id: o for o in llm.step() if o.finished})
             except KeyboardInterrupt: pass
@@ -181,9 +182,9 @@ def test_cost_of_bookkeeping_does_not_grow_with_the_queue():
     for i in range(600): s.add(Request(f'r{i}', [i] * 40, SamplingParams(), 100, seq=i))
     names = []; real = s.blocks.pool.name
     s.blocks.pool.name = lambda b, n: (names.append(b), real(b, n))
-    for _ in range(4): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: 1 for x in p.scheduled if x.samples}))
+    for _ in range(4): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: [1] for x in p.scheduled if x.rows}))
     names.clear()
-    for _ in range(16): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: 1 for x in p.scheduled}))
+    for _ in range(16): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: [1] for x in p.scheduled}))
     assert len(names) == len(s.running) == 256                # one block each in sixteen steps
 
 def test_an_exception_in_sampling_ends_one_request(tiny, monkeypatch):
@@ -191,7 +192,7 @@ def test_an_exception_in_sampling_ends_one_request(tiny, monkeypatch):
     prompts = [[i + 1, 2, 3] for i in range(4)]
     for bad in range(4):
         with LLM(tiny, block_size=4, num_blocks=40, check=True) as llm:
-            real, ids = llm.runner._state, [llm.add(p, P) for p in prompts]
+            real, ids = llm.runner.sampler.state, [llm.add(p, P) for p in prompts]
             def state(r):
                 if r.request_id == ids[bad] and len(r.output_ids) == 3: raise RuntimeError('cannot sample')
                 return real(r)

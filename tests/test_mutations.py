@@ -8,7 +8,8 @@ from cbatch.paged_attention import TorchBackend, block_slots
 from cbatch.policies import Dynamic, Static
 from cbatch.preemption import Preempt
 from cbatch.prefix_caching import CachingAllocator
-from cbatch.scheduler import Policy, Recompute, Scheduler
+from cbatch.roster import Recompute
+from cbatch.scheduler import Policy, Scheduler
 from cbatch.trace import Trace
 from harness import run_schedule
 from toy import Crowd

@@ -70,13 +70,13 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
     if trace: assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens'] and value('cbatch:iteration_tokens_total_count') == m['num_steps']
 
 def test_what_went_wrong_is_counted_once(engine):
-    llm = engine(max_num_seqs=1); real = llm.runner.forward
+    llm = engine(max_num_seqs=1); real = llm.runner.executor.forward
     def forward(batch):
         logits = real(batch)
         for i, r in enumerate(batch.sampling):
             if r.user == 'nan': logits[i] = float('nan')
         return logits
-    llm.runner.forward = forward
+    llm.runner.executor.forward = forward
     async def visit(a, e):
         for how in ('bad', 'late', 'left'):
             async with await a.add([1, 2], sp(max_tokens=100), user='nan' if how == 'bad' else None, timeout_s=0 if how == 'late' else None) as s:
@@ -107,9 +107,9 @@ def test_why_the_queue_waits(engine):
     assert [said(('a', f'waits: {w}')) for w in ('batch full', 'budget', '1 block short', '3 blocks short', 'memory ran short', 'r0 computes the prompt', 'batch closed', 'window of 5 s')] == \
         ['batch_full', 'budget', 'blocks', 'blocks', 'blocks', 'prefix', 'policy', 'policy']
     assert said(('a', 'waits: budget'), ('b', 'waits: batch full'), (None, '2 more wait behind')) == 'batch_full' and said(('a', 'preempted: youngest'), preempted=['a']) == 'blocks' and said() == 'policy'
-    llm = engine(max_num_seqs=1); run, go, at = llm.runner.execute, threading.Semaphore(0), []
+    llm = engine(max_num_seqs=1); run, go, at = llm.execute, threading.Semaphore(0), []
     def execute(plan): at.append(plan); assert len(at) != 3 or go.acquire(timeout=20); return run(plan)
-    llm.runner.execute = execute
+    llm.execute = execute
     async def visit(a, e):
         streams = await a.add_many([([1, 2], sp())] * 5)
         while len(at) < 3: await asyncio.sleep(.002)

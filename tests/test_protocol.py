@@ -4,7 +4,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from cbatch.core import CapacityError, CompletionOutput, Logprob, RequestOutput, SamplingParams
+from cbatch.core import CompletionOutput, Logprob, RequestOutput
+from cbatch.params import CapacityError, SamplingParams
 from cbatch.protocol import (APIS, FIELDS, KINDS, Chunks, Head, ProtocolError, dumps, failure, fields, fitted, frame, openapi, parse_json, read_fields,
                              read_request,
                              refusal, sanitise, schema, unknown)

@@ -1,7 +1,8 @@
 "The trace against the real scheduler: random arrivals, aborts, failed steps, tiny rings, hostile files"
 import json, random
 import pytest
-from cbatch.core import EngineConfig, OutOfBlocks, Request, SamplingParams, StepOutput
+from cbatch.core import Request, StepOutput
+from cbatch.params import EngineConfig, OutOfBlocks, SamplingParams
 from cbatch.kv_blocks import BlockManager
 from cbatch.policies import get_policy
 from cbatch.scheduler import Scheduler
@@ -31,7 +32,7 @@ class Crowd:
         if not plan: self.now += .01; return None
         self.trace.planned(plan, len(self.sched.waiting))
         if fail: self.trace.cancel(); return None
-        out = StepOutput({s.request.request_id: 7 for s in plan.scheduled if s.samples})
+        out = StepOutput({s.request.request_id: 7 for s in plan.scheduled if s.rows})
         self.on_step(plan, out)
         if abort_inside: self.abort(abort_inside)
         end = self.now + 1

@@ -1,6 +1,7 @@
 "A scheduler with a toy model in place of tensors: each slot remembers the token written to it, and the next token is a hash of what is read through the block table"
 import hashlib, random
-from cbatch.core import EngineConfig, Request, SamplingParams, StepOutput, cdiv
+from cbatch.core import Request, StepOutput
+from cbatch.params import cdiv, EngineConfig, SamplingParams
 from cbatch.kv_blocks import BlockManager, slot_mapping
 from cbatch.policies import Dynamic, Static, get_policy
 from cbatch.scheduler import Scheduler
@@ -19,7 +20,7 @@ class ToyRunner:
     def __init__(self, block_size): self.block_size, self.slots = block_size, {}
 
     def execute(self, plan):
-        todo = [(s, s.request, s.request.num_computed_tokens) for s in plan.scheduled]
+        todo = [(s, s.request, s.start) for s in plan.scheduled]
         for s, r, start in todo:
             where = slot_mapping(r.block_table, start, start + s.num_tokens, self.block_size)
             for pos, slot in enumerate(where, start): self.slots[slot] = pos, r.tokens(pos, pos + 1)[0]
@@ -28,7 +29,7 @@ class ToyRunner:
             n = start + s.num_tokens
             read = [self.slots.get(x, (None, None)) for x in slot_mapping(r.block_table, 0, n, self.block_size)]
             assert read == list(enumerate(r.tokens(0, n))), f'{r.request_id} reads what is not its own'
-            if s.samples: out.sampled[r.request_id] = next_token([t for _, t in read])
+            if s.rows: out.sampled[r.request_id] = [next_token([t for _, t in read])]
         return out
 
 class Crowd:
@@ -69,7 +70,7 @@ class Crowd:
         if not plan: assert not self.live or s.next_wakeup > self.now, 'idle for no reason'; return False
         out = self.runner.execute(plan)
         for x in plan.scheduled:
-            if x.request.request_id in out.sampled: self.said[x.request].append(out.sampled[x.request.request_id])
+            if x.request.request_id in out.sampled: self.said[x.request] += out.sampled[x.request.request_id]
         done = s.update(plan, out, self.now)
         assert all(r.output_ids == self.said[r] for r in self.all), 'a token was said twice, or lost'
         assert all(r.output_ids == alone(r.prompt_ids, r.max_tokens)[:len(r.output_ids)] for r in was), 'not what it says alone'

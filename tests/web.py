@@ -35,11 +35,11 @@ class Web:
     def __init__(self, server, llm, key=None):
         self.server, self.llm, self.key, self.hooks = server, llm, key, []
         self.host, self.port = server.sock.getsockname()[:2]
-        run = llm.runner.execute
+        run = llm.execute
         def execute(plan):
             for h in list(self.hooks): h(plan)
             return run(plan)
-        llm.runner.execute = execute
+        llm.execute = execute
 
     def ask(self, method, path, body=None, headers=None, timeout=20):
         "One request, one reply"

@@ -1,6 +1,7 @@
 "The memory of an engine under fire: the real scheduler, allocator, prefix cache and preemptors, and a toy model that reads its KV through the block table"
 import random
-from cbatch.core import EngineConfig, Request, SamplingParams, Status, StepOutput, cdiv
+from cbatch.core import Request, Status, StepOutput
+from cbatch.params import cdiv, EngineConfig, SamplingParams
 from cbatch.kv_blocks import slot_mapping
 from cbatch.policies import get_policy
 from cbatch.preemption import VICTIMS, get_preemptor
@@ -18,7 +19,6 @@ class Memory:
         for pairs, src, dst in ((plan.swap_out, self.device, self.host), (plan.swap_in, self.host, self.device), (plan.copies, self.device, self.device)):
             for a, b in pairs:
                 for x, y in zip(rows(a), rows(b)): dst[y] = src.get(x)
-        plan.moved = True
 
     def execute(self, plan):
         self.move(plan)
@@ -33,7 +33,7 @@ class Memory:
             n = start + s.num_tokens
             read = [self.device.get(x) for x in slot_mapping(r.block_table, 0, n, self.bs)]
             assert read == list(enumerate(r.tokens(0, n))), f'{r.request_id} reads what is not its own'
-            if s.samples: out.sampled[r.request_id] = self.sample(r, [t for _, t in read])
+            if s.rows: out.sampled[r.request_id] = [self.sample(r, [t for _, t in read])]
         return out
 
     def sample(self, r, tokens): return next_token([*tokens, r.sample_index]) if r.sample_index else next_token(tokens)
@@ -89,10 +89,10 @@ class World:
         if not plan: assert not self.live or s.next_wakeup is not None and s.next_wakeup > self.now - 1, 'idle for no reason'; self.check(); return False
         if fails:
             self.pushed |= bool(plan.swap_in or plan.copies)      # those go back to the queue, past others that joined with them
-            s.undo(plan); self.ended(plan.expired); self.check(); return True
+            s.undo(plan, moved=False); self.ended(plan.expired); self.check(); return True
         out = self.memory.execute(plan)
         for x in plan.scheduled:
-            if x.request.request_id in out.sampled: self.said[x.request].append(out.sampled[x.request.request_id])
+            if x.request.request_id in out.sampled: self.said[x.request] += out.sampled[x.request.request_id]
         self.ended(s.update(plan, out, self.now)); self.steps += 1
         self.first_come(oldest, before, had, plan); self.check()
         return True

@@ -19,7 +19,7 @@ def alone(lm, n=5): return [generate_ref(lm, p, sp(n)).token_ids for p in PROMPT
 def test_equals_the_oracle(arch, how):
     lm = tiny_lm(arch)
     with engine(lm, **how) as llm:
-        assert isinstance(llm.runner.backend, TritonBackend)
+        assert isinstance(llm.runner.executor.backend, TritonBackend)
         assert answers(llm) == alone(lm)
         if how['num_blocks'] == 8: assert llm.metrics['num_preemptions'] > 0
 
@@ -45,10 +45,10 @@ def test_recorded_steps():
     with engine(lm, num_blocks=7) as llm:
         replayed = []
         def record(run, pool): run(); return lambda: (replayed.append(1), run()), pool
-        llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, llm.max_model_len // 4, record=record)
-        llm.runner.warm_up()
+        llm.runner.executor.graphs = DecodeGraphs(llm.runner.executor.backend, 3, llm.max_model_len // 4, record=record)
+        llm.runner.executor.warm_up()
         assert answers(llm) == alone(lm)
-        assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.graphs.replays) == [1, 2, 3]
+        assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.executor.graphs.replays) == [1, 2, 3]
 
 def test_a_model_that_can_not_be_recorded(monkeypatch):
     "It is said once, and steps are launched as before"
@@ -57,7 +57,7 @@ def test_a_model_that_can_not_be_recorded(monkeypatch):
     said = []
     monkeypatch.setattr(triton_backend.log, 'warning', lambda text, *args: said.append(text % args))
     with engine(lm) as llm:
-        llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, 40, record=record)
+        llm.runner.executor.graphs = DecodeGraphs(llm.runner.executor.backend, 3, 40, record=record)
         assert answers(llm, 2) == alone(lm, 2)
     assert len(said) == 1 and "can't be recorded" in said[0] and 'capturing' in said[0]
 
@@ -71,10 +71,10 @@ def test_a_recording_that_stops_half_way(monkeypatch, e):
         if len(runs) == 2: raise e
         run(); return run, pool
     with engine(lm) as llm:
-        graphs = llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, 40, record=record)
+        graphs = llm.runner.executor.graphs = DecodeGraphs(llm.runner.executor.backend, 3, 40, record=record)
         if isinstance(e, KeyboardInterrupt):
-            with pytest.raises(KeyboardInterrupt): llm.runner.warm_up()
-        else: llm.runner.warm_up()
+            with pytest.raises(KeyboardInterrupt): llm.runner.executor.warm_up()
+        else: llm.runner.executor.warm_up()
         assert answers(llm, 3) == alone(lm, 3) and graphs.off == (not isinstance(e, KeyboardInterrupt)) and len(graphs.replays) == (0 if graphs.off else 3)
 
 def test_what_is_refused(monkeypatch):
