@@ -1,6 +1,6 @@
 """The words of the engine: what a request is, what a step plans, what it brings back, and why."""
 
-__all__ = ['Status', 'Code', 'Failure', 'Asked', 'Request', 'Kind', 'Why', 'Reason', 'Decision', 'Scheduled', 'Padding', 'Plan', 'Logprob', 'StepOutput',
+__all__ = ['Status', 'Code', 'Failure', 'Asked', 'Request', 'Kind', 'Why', 'Reason', 'Decision', 'Scheduled', 'Padding', 'Plan', 'Logprob', 'Scores', 'StepOutput',
            'StepRecord', 'RequestMetrics', 'CompletionOutput', 'RequestOutput']
 
 from dataclasses import dataclass, field
@@ -185,8 +185,8 @@ class Plan:
     swap_out:list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     swap_in:list[tuple[int, int]] = field(default_factory=list)   # (host block, block)
     copies:list[tuple[int, int]] = field(default_factory=list)    # (from block, to block)
-    blocks:dict[str, list[int]] = field(default_factory=dict)     # request_id -> block ids that it got; all it has, if it was admitted
-    found:dict[str, int] = field(default_factory=dict)            # request_id -> tokens that an admitted request had already
+    blocks:dict[str, list[int]] = field(default_factory=dict)     # request_id -> blocks it got; if admitted, all it has
+    found:dict[str, int] = field(default_factory=dict)            # request_id -> tokens that it had when admitted
     decisions:list[Decision] = field(default_factory=list)        # empty when nobody listens
     num_waiting:int = 0                             # still in the queue
 
@@ -194,7 +194,8 @@ class Plan:
     def num_tokens(self)->int: return sum(s.num_tokens for s in self.scheduled)
     @property
     def num_padding(self)->int: return sum(p.num_tokens for p in self.padding)
-    def __bool__(self)->bool: return bool(self.scheduled or self.padding or self.preempted or self.paused or self.expired)
+    def __bool__(self)->bool:
+        return bool(self.scheduled or self.padding or self.preempted or self.paused or self.expired)
 
 @dataclass(frozen=True)
 class Logprob:
@@ -202,13 +203,15 @@ class Logprob:
     logprob:float   # natural logarithm of its probability
     rank:int        # 1 for the likeliest
 
+Scores = dict[int, Logprob]   # of a token and of the likeliest beside it, its own first
+
 @dataclass
 class StepOutput:
     "What a step brought: for each sampling request its new tokens, or why it has none"
-    sampled:dict[str, list[int]] = field(default_factory=dict)    # request_id -> token ids: the guesses that held, and one more
+    sampled:dict[str, list[int]] = field(default_factory=dict)    # request_id -> ids: guesses that held, and one more
     errors:dict[str, Failure] = field(default_factory=dict)       # request_id -> what went wrong in its row alone
-    logprobs:dict[str, list[dict[int, Logprob]]] = field(default_factory=dict)  # of each new token, its own first
-    prompt_logprobs:dict[str, tuple[int, list[dict[int, Logprob]]]] = field(default_factory=dict)  # (position of the first, of each)
+    logprobs:dict[str, list[Scores]] = field(default_factory=dict)              # of each new token
+    prompt_logprobs:dict[str, tuple[int, list[Scores]]] = field(default_factory=dict)  # (first position, of each)
 
 @dataclass
 class StepRecord:
@@ -216,14 +219,14 @@ class StepRecord:
     step:int
     start:float                   # s
     end:float                     # s
-    scheduled:list[tuple[str, int, int, int]] = field(default_factory=list)   # (request_id, num_tokens, num_computed_before, tokens sampled)
+    scheduled:list[tuple[str, int, int, int]] = field(default_factory=list)  # (id, num_tokens, before, sampled)
     padding:list[tuple[int, int]] = field(default_factory=list)     # (num_tokens, context_len)
     decisions:list[Decision] = field(default_factory=list)
     admitted:list[str] = field(default_factory=list)    # request ids, resumed ones too
     preempted:list[str] = field(default_factory=list)   # request ids
     paused:list[str] = field(default_factory=list)      # request ids
     finished:list[tuple[str, str]] = field(default_factory=list)    # (request_id, finish_reason)
-    arrived:list[tuple[str, int, float]] = field(default_factory=list)  # (request_id, prompt_len, arrival) since the step before
+    arrived:list[tuple[str, int, float]] = field(default_factory=list)  # (id, prompt_len, arrival) since the last step
     found:dict[str, int] = field(default_factory=dict)       # request_id -> tokens that an admitted request had already
     blocks:dict[str, list[int]] = field(default_factory=dict)  # request_id -> block ids added since the step before
     num_waiting:int = 0           # still in the queue when the step was decided
@@ -249,7 +252,7 @@ class CompletionOutput:
     finish_reason:str|None = None # None while it runs
     stop_reason:int|str|None = None
     delta:str = ''                # text since the last report
-    logprobs:list[dict[int, Logprob]]|None = None  # of each token, its own first; None if not asked for
+    logprobs:list[Scores]|None = None  # of each token; None if not asked for
     cumulative_logprob:float|None = None  # sum over its own tokens
 
 @dataclass
@@ -262,7 +265,7 @@ class RequestOutput:
     finished:bool
     metrics:RequestMetrics|None = None
     failure:Failure|None = None   # why it ended by an error
-    prompt_logprobs:list[dict[int, Logprob]|None]|None = None  # None for the first token; None if not asked for
+    prompt_logprobs:list[Scores|None]|None = None  # None for the first token; None if not asked for
 
     @property
     def error(self)->str|None:

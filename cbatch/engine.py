@@ -50,7 +50,8 @@ class Engine:
     ):
         policy = get_policy(config.policy)
         if config.max_model_len and config.max_model_len > model.max_len:
-            raise ParamError('max_model_len', f"max_model_len={config.max_model_len}: {model.name} has {model.max_len} positions")
+            have = f"{model.name} has {model.max_len} positions"
+            raise ParamError('max_model_len', f"max_model_len={config.max_model_len}: {have}")
         self.config, self.model, self.tokenizer = config, model, model.tokenizer
         self.clock, self.sleep = time.monotonic, time.sleep
         self.driver:Thread|None = None             # the only thread that may, if there is one
@@ -59,8 +60,7 @@ class Engine:
         self.runner = runner or self._runner()
         self.scheduler = self._scheduler(policy)
         self.door = Door(model, self.scheduler, self.max_model_len)
-        c, n = config, 10_000 if config.trace is True else int(config.trace)
-        self.trace = Trace(c.max_num_seqs, c.max_num_batched_tokens, c.block_size, self.num_blocks, policy.name, maxlen=n) if n else None
+        self.trace = self._trace() if config.trace else None
         self.scheduler.explain = self.trace is not None
         self.requests:dict[str, Answer] = {}               # by internal id: those who are here
         self.groups:dict[str, list[Answer]] = {}           # by the id that its caller knows: the answers to one prompt
@@ -78,20 +78,29 @@ def _bar(xs, what:str):
 def _longest(self:Engine)->int:
     "Tokens of the longest request: as configured, else what model and pool allow"
     most, room = self.config.max_model_len, self.num_blocks * self.config.block_size
-    if most and most > room: warnings.warn(f"max_model_len={most}, but the KV pool holds {room} tokens: longer requests will be refused", stacklevel=3)
+    if most and most > room:
+        held = f"the KV pool holds {room} tokens"
+        warnings.warn(f"max_model_len={most}, but {held}: longer requests will be refused", stacklevel=3)
     return most or min(self.model.max_len, room)
 
 @patch
 def _num_host_blocks(self:Engine)->int:
     "Blocks of the pool that swapping needs in host memory"
-    c = self.config
+    c, block = self.config, self.config.block_size * self.model.kv_bytes_per_token
     if c.preemption != 'swap': return 0
-    return self.num_blocks if c.swap_mb is None else max(1, int(c.swap_mb * 1e6 // (c.block_size * self.model.kv_bytes_per_token)))
+    return self.num_blocks if c.swap_mb is None else max(1, int(c.swap_mb * 1e6 // block))
 
 @patch
 def _runner(self:Engine)->ModelRunner:
-    executor = Executor(self.model, self.config, self.num_blocks, -(-self.max_model_len // self.config.block_size), self._num_host_blocks())
+    longest = -(-self.max_model_len // self.config.block_size)
+    executor = Executor(self.model, self.config, self.num_blocks, longest, self._num_host_blocks())
     return ModelRunner(executor, Sampler(self.model.eos_ids))
+
+@patch
+def _trace(self:Engine)->Trace:
+    c, n = self.config, 10_000 if self.config.trace is True else int(self.config.trace)
+    name = self.scheduler.policy.name
+    return Trace(c.max_num_seqs, c.max_num_batched_tokens, c.block_size, self.num_blocks, name, maxlen=n)
 
 @patch
 def _scheduler(self:Engine, policy)->Scheduler:
@@ -120,17 +129,18 @@ def prepare(self:Engine,
     cache_salt:str|None=None,    # cached blocks are shared among equal salts only
     use_cache:bool=True,         # False: neither read nor leave anything in the prefix cache
 )->Asked:                        # for `enter`
-    "Look at a request and turn its text into tokens; nothing is taken or changed. `ValueError` if it could not be served"
+    "Look at a request and turn its text into tokens; nothing is taken. `ParamError` if it could not be served"
     self.ensure_open()
-    if request_id in self.groups: raise ParamError('request_id', f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
-    r = self.door.ask(prompt, params, request_id, self.clock() if arrival is None else arrival, priority=priority, user=user,
-                      deadline=deadline, cache_salt=cache_salt, use_cache=use_cache)
-    return r
+    if request_id in self.groups:
+        raise ParamError('request_id', f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
+    now = self.clock() if arrival is None else arrival
+    return self.door.ask(prompt, params, request_id, now, priority=priority, user=user, deadline=deadline,
+                         cache_salt=cache_salt, use_cache=use_cache)
 
 @patch
 def enter(self:Engine,
     asked:Asked, # from `prepare`
-    sink:Callable[[Draft], Any]|None=None, # gets each `Draft` of it, in the step that made it; None: `step` returns them, written out
+    sink:Callable[[Draft], Any]|None=None, # gets each `Draft` of it, in the step that made it; None: `take` has them
 )->str:          # the request's id
     "Queue what was looked at, once for each answer that it wants; to be called between two steps"
     self._ours()
@@ -140,7 +150,8 @@ def enter(self:Engine,
     self.groups[name], first = [], None
     try:
         for i in range(n):
-            r = self._request(asked, f'{name}/{i}' if n > 1 else name, group=name, seed=seed, sample_index=i, fork_of=first)
+            own = f'{name}/{i}' if n > 1 else name
+            r = self._request(asked, own, group=name, seed=seed, sample_index=i, fork_of=first)
             first = first or r
             self._queue(r)
     except BaseException:
@@ -226,11 +237,12 @@ def execute(self:Engine, plan:Plan)->StepOutput:
 
 @patch
 def _half(self:Engine, plan:Plan)->Plan:
-    "The plan with half of its tokens, for a device that ran out of memory; the others keep what they have and come later"
+    "The plan with half of its tokens, for a device that ran out of memory; the others come later"
     _log.warning("step %d ran out of memory: trying half of it", plan.step)
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     shares = plan.scheduled
-    return replace(plan, padding=[], scheduled=shares[:len(shares) // 2] if len(shares) > 1 else [_cut(s) for s in shares])
+    some = shares[:len(shares) // 2] if len(shares) > 1 else [_cut(s) for s in shares]
+    return replace(plan, padding=[], scheduled=some)
 
 def _cut(s:Scheduled)->Scheduled:
     "Half of a share"
@@ -294,6 +306,8 @@ def abort(self:Engine,
     if sink: sink(draft)
     return True
 
+_STUCK = "requests wait, nothing can run and nothing will change"
+
 @patch
 def turn(self:Engine)->float|None: # s until it may do something again: 0 after a step; None: nobody is here
     "Run a step, if one can run now; for loops that drive the engine. Reports go to their sinks, others to `take`"
@@ -307,7 +321,7 @@ def turn(self:Engine)->float|None: # s until it may do something again: 0 after 
     if self.scheduler.num_steps > before: return 0.
     if not self.requests: return None
     wake = self.scheduler.next_wakeup
-    if wake is None: raise RuntimeError("requests wait, nothing can run and nothing will change: the policy must let somebody in")
+    if wake is None: raise RuntimeError(f"{_STUCK}: the policy must let somebody in")
     return max(0., wake - self.clock())
 
 @patch
@@ -344,11 +358,12 @@ def kv_bytes(self:Engine)->int:
 def metrics(self:Engine)->dict[str, Any]:
     "Counters since the engine was made, gauges of now, and where the time of its steps went"
     self.ensure_open()
-    s, b = self.scheduler, self.scheduler.blocks
-    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=self.num_blocks, num_free_blocks=self.num_free_blocks)
+    s, b, spent = self.scheduler, self.scheduler.blocks, {**self.spent, **self.runner.spent}
+    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=b.num_blocks,
+               num_free_blocks=b.num_free_blocks)
     rate = b.num_hit / b.num_asked if b.num_asked else 0.
     found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
-    return {**self.counters.as_dict(), **now, **found, 'spent_s': {**self.spent, **self.runner.spent}, 'forward_s': self.runner.forward_s}
+    return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
 @patch
 def check(self:Engine):
@@ -356,7 +371,8 @@ def check(self:Engine):
     self.scheduler.check()
     known = {r.request_id for r in [*self.scheduler.running, *self.scheduler.waiting]}
     assert known == set(self.requests), "scheduler and engine disagree about who is here"
-    assert known == {a.request.request_id for g in self.groups.values() for a in g if not a.done}, "a request has no group"
+    grouped = {a.request.request_id for g in self.groups.values() for a in g if not a.done}
+    assert known == grouped, "a request has no group"
     assert not any(a.done for a in self.requests.values()), "somebody who has ended is still here"
 
 @patch

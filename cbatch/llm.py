@@ -28,7 +28,8 @@ class LLM(Engine):
         cfg = EngineConfig(**config)
         get_policy(cfg.policy)           # a wrong name is found before a model is loaded
         dtype, device = cfg.dtype, cfg.device
-        if isinstance(model, PreTrainedModel): model = CausalLM(model, None, model.config.name_or_path or type(model).__name__)
+        if isinstance(model, PreTrainedModel):
+            model = CausalLM(model, None, model.config.name_or_path or type(model).__name__)
         if isinstance(model, CausalLM):      # as it is, unless told otherwise
             dtype, device = (model.dtype if dtype == 'auto' else dtype), (model.device if device == 'auto' else device)
         super().__init__(load_model(model, dtype, device, tokenizer, cfg.load_format), cfg, runner)
@@ -90,7 +91,8 @@ def _asked(self:LLM, prompts:Any, params:Any)->list[Asked]:
     prompts = [prompts] if one else list(prompts)
     params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
     if len(params) != len(prompts):
-        raise ParamError('params', f"{len(prompts)} prompts and {len(params)} params: give one for all, or one for each")
+        have = f"{len(prompts)} prompts and {len(params)} params"
+        raise ParamError('params', f"{have}: give one for all, or one for each")
     return [self.prepare(p, sp) for p, sp in zip(prompts, params)]
 
 @patch
@@ -124,7 +126,8 @@ def stream(self:LLM,
 )->Iterator[str]:      # text
     "Yield the answer piece by piece; `ValueError` at once if the request can't be served"
     asked = self.prepare(prompt, params)
-    if asked.params.n > 1: raise ParamError('n', f"n={asked.params.n}: a stream has one answer; use add and step, or generate")
+    if asked.params.n > 1:
+        raise ParamError('n', f"n={asked.params.n}: a stream has one answer; use add and step, or generate")
     return self._stream(asked)
 
 @patch
@@ -153,18 +156,20 @@ def __exit__(self:LLM, *exc:Any): self.close()
 @patch
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
-    c, m = self.config, self.model
-    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {self.num_blocks * c.block_size:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
-    return (f"LLM({m.name}, {str(m.dtype)[6:]} on {m.device}, policy {self.scheduler.policy.name}; at most {c.max_num_seqs} requests and "
-            f"{c.max_num_batched_tokens} tokens a step; KV pool {pool})")
+    c, m, room = self.config, self.model, self.num_blocks * self.config.block_size
+    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    return (f"LLM({m.name}, {str(m.dtype)[6:]} on {m.device}, policy {self.scheduler.policy.name}; "
+            f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
 
 @patch
 def _repr_html_(self:LLM)->str:
     if self.model is None: return '<code>LLM(closed)</code>'
-    c, m, now = self.config, self.model, self.metrics
-    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {self.num_blocks * c.block_size:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    c, m, now, room = self.config, self.model, self.metrics, self.num_blocks * self.config.block_size
+    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    steps, use = f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens", f"{now['slot_utilisation']:.0%}"
     rows = {'model': f'{m.name}, {str(m.dtype)[6:]} on {m.device}', 'policy': self.scheduler.policy.name,
-            'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens', 'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
+            'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens',
+            'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
             'now': f"{now['num_running']} running, {now['num_waiting']} waiting",
-            'so far': f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens, slot utilisation {now['slot_utilisation']:.0%}"}
+            'so far': f'{steps}, slot utilisation {use}'}
     return '<table>' + ''.join(f'<tr><td>{k}</td><td>{v}</td></tr>' for k, v in rows.items()) + '</table>'

@@ -18,9 +18,10 @@ from .roster import Recompute, Roster
 def youngest(r:Request)->Any: return r.age                                 # waited least
 def most_blocks(r:Request)->Any: return len(r.block_table), r.age          # frees most
 def least_progress(r:Request)->Any: return -len(r.output_ids), r.age       # loses least
-def lowest_priority(r:Request)->Any: return r.priority, r.age              # matters least: smaller numbers are more urgent
+def lowest_priority(r:Request)->Any: return r.priority, r.age              # matters least: small is urgent
 
-VICTIMS:dict[str, Callable[[Request], Any]] = dict(youngest=youngest, most_blocks=most_blocks, least_progress=least_progress, lowest_priority=lowest_priority)
+_RULES = youngest, most_blocks, least_progress, lowest_priority
+VICTIMS:dict[str, Callable[[Request], Any]] = {f.__name__: f for f in _RULES}
 
 # %% ../nbs/08_preemption.ipynb #d0930f72
 class Preempt(Recompute):

@@ -32,7 +32,8 @@ def _scoring(s:Scheduled)->range:
 def wanted(plan:Plan)->list[Wanted]:
     "The rows of a step, in order: those that choose a token, then those that score one"
     shares = _in_order(plan)
-    return [w for s in shares for w in _choosing(s)] + [Wanted(s.request, i, scores=True) for s in shares for i in _scoring(s)]
+    scores = [Wanted(s.request, i, scores=True) for s in shares for i in _scoring(s)]
+    return [w for s in shares for w in _choosing(s)] + scores
 
 Pairs = list[tuple[int, int]]
 

@@ -4,7 +4,7 @@ __all__ = ['Answer', 'Draft']
 
 from fastcore.basics import patch
 from typing import Any
-from .core import CompletionOutput, Failure, Logprob, Request, RequestMetrics, RequestOutput, Status, StepOutput
+from .core import CompletionOutput, Failure, Request, RequestMetrics, RequestOutput, Scores, Status, StepOutput
 from .text import Detokenizer
 
 class Answer:
@@ -14,8 +14,8 @@ class Answer:
         tokenizer:Any,     # transformers' tokenizer, or None: no text
     ):
         self.request, self.text = request, Detokenizer(tokenizer, request.params)
-        self.logprobs:list[dict[int, Logprob]] = []         # of each token, if asked for
-        self.prompt_logprobs:list[dict[int, Logprob]] = []  # of each token of the prompt after the first, if asked for
+        self.logprobs:list[Scores] = []         # of each token, if asked for
+        self.prompt_logprobs:list[Scores] = []  # of each token of the prompt after the first, if asked for
         self.score = 0.                                     # sum of the log probabilities of its own tokens
 
     @property
@@ -57,15 +57,17 @@ def output(self:Draft)->RequestOutput:
     "The report, as it was true then"
     for c, (n, sent) in zip(self.answers, self.ends):
         c.text, c.token_ids, c.logprobs = c.text[:sent], c.token_ids[:n], c.logprobs and c.logprobs[:n]
-    r = self.requests[0]
+    r, name = self.requests[0], self.request_id
     scores = None if self.scores is None else [None, *self.scores]
-    return RequestOutput(self.request_id, r.prompt, r.prompt_ids, self.answers, self.finished, self._timing(), self.failure, scores)
+    timing = self._timing()
+    return RequestOutput(name, r.prompt, r.prompt_ids, self.answers, self.finished, timing, self.failure, scores)
 
 @patch
 def _timing(self:Draft)->RequestMetrics:
     "When things happened to the answers to one prompt"
     rs, each = self.requests, [r.token_times[:n] for r, (n, _) in zip(self.requests, self.ends)]
-    begun, ended = [r.scheduled_at for r in rs if r.scheduled_at is not None], [r.finished_at for r in rs if r.finished_at is not None]
+    begun = [r.scheduled_at for r in rs if r.scheduled_at is not None]
+    ended = [r.finished_at for r in rs if r.finished_at is not None]
     times = each[0] if len(rs) == 1 else sorted(t for ts in each for t in ts) if self.finished else []
     end = max(ended, default=None) if self.finished else None
     num = [sum(getattr(r, k) for r in rs) for k in ('num_preemptions', 'num_recomputed_tokens', 'num_cached_tokens')]

@@ -144,8 +144,9 @@ def _unjoin(self:Roster, r:Request, plan:Plan):
 
 @patch
 def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
-    "For policies, in their `turns`: `r` leaves the batch for the queue and keeps its memory, until it joins again or others need it"
-    if r.status is not Status.RUNNING or r in plan.admitted: raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, or has just joined")
+    "For policies, in their `turns`: `r` leaves the batch for the queue and keeps its memory, unless others need it"
+    if r.status is not Status.RUNNING or r in plan.admitted:
+        raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, or has just joined")
     grown = plan.blocks.get(r.request_id)
     self._leave_batch(r, plan)
     if grown: plan.blocks[r.request_id] = grown
@@ -156,7 +157,8 @@ def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     self.note(plan, r, Kind.PAUSED, why)
 
 @patch
-def note(self:Roster, plan:Plan, r:Request|None, kind:Kind, why:str=Why.NOTHING, n:float|None=None, of:str|int|None=None):
+def note(self:Roster, plan:Plan, r:Request|None, kind:Kind, why:str=Why.NOTHING, n:float|None=None,
+         of:str|int|None=None):
     "Write down a decision, if somebody listens"
     if self.explain: plan.decisions.append(Decision(r.request_id if r else None, kind, why, n, of))
 
@@ -187,9 +189,11 @@ def undo(self:Roster,
         self.drop(r)
         r.status, r.num_preemptions = Status.PREEMPTED, r.num_preemptions + 1
         self.waiting.push(r)
-    kept = lambda d: {i: x for i, x in d.items() if i not in {r.request_id for r in void}}
-    return replace(plan, admitted=[r for r in plan.admitted if r not in void], scheduled=[s for s in plan.scheduled if s.request not in void],
-                   blocks=kept(plan.blocks), found=kept(plan.found))
+    names = {r.request_id for r in void}
+    blocks, found = ({i: x for i, x in d.items() if i not in names} for d in (plan.blocks, plan.found))
+    admitted = [r for r in plan.admitted if r not in void]
+    scheduled = [s for s in plan.scheduled if s.request not in void]
+    return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found)
 
 @patch
 def check(self:Roster):
@@ -198,11 +202,12 @@ def check(self:Roster):
     assert len(running) <= self.config.max_num_seqs, f"{len(running)} requests run, {self.config.max_num_seqs} may"
     assert len({id(r) for r in running + waiting}) == len(running) + len(waiting), "a request stands in two places"
     for r in running: assert r.status is Status.RUNNING, f"{r.request_id} runs as {r.status}"
-    assert [r for r in waiting if r.status is Status.PAUSED] == [r for r in waiting if r in self.paused], "somebody paused is lost"
+    assert {r for r in waiting if r.status is Status.PAUSED} == set(self.paused), "somebody paused is lost"
     for r in waiting:
         assert r.status in (Status.WAITING, Status.PREEMPTED, Status.PAUSED), f"{r.request_id} waits as {r.status}"
         held = r.block_table or bool(r.num_computed_tokens) != bool(r.host_table)
         assert r in self.paused or not held, f"{r.request_id} waits and holds memory"
     for r in running + waiting:
-        assert 0 <= r.num_computed_tokens < r.num_tokens and len(r.output_ids) < r.max_tokens, f"{r.request_id} should have ended"
+        going_on = 0 <= r.num_computed_tokens < r.num_tokens and len(r.output_ids) < r.max_tokens
+        assert going_on, f"{r.request_id} should have ended"
     self.blocks.check([*running, *self.paused])

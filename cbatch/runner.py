@@ -75,7 +75,8 @@ class Executor:
         register_attention(opaque=config.compile)
         cpu = torch.device(model.device).type == 'cpu'
         if cpu: build_all()          # of C++: once on a machine
-        shape = KVShape(num_blocks, config.block_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.device)
+        m = model
+        shape = KVShape(num_blocks, config.block_size, m.num_layers, m.num_kv_heads, m.head_dim, m.dtype, m.device)
         self.backend = get_backend(config.backend, shape)
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
         self.lean = _lean(model, self.backend, config) if cpu else None
@@ -120,7 +121,11 @@ def move(self:Executor, moves:Moves):
 
 @patch
 @torch.no_grad()
-def logits(self:Executor, input_ids:torch.Tensor, position_ids:torch.Tensor, rows:torch.Tensor, meta:AttnMeta)->torch.Tensor:
+def logits(self:Executor,
+    input_ids:torch.Tensor, position_ids:torch.Tensor, # [1, T]
+    rows:torch.Tensor,    # [S], whose logits are wanted
+    meta:AttnMeta,
+)->torch.Tensor:          # [S, V]
     "Logits [rows, V] of some rows of a packed step"
     if self.lean: return self.lean(input_ids, position_ids, rows, meta)
     out = self.call(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, cbatch=meta)
@@ -134,7 +139,7 @@ def forward(self:Executor, batch:Batch)->torch.Tensor:
     self.backend.prepare(batch.meta)
     if self.graphs and (logits := self.graphs(batch, self.logits)) is not None: return logits
     rows = batch.logit_rows
-    keep = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=self.model.device)  # an empty index would keep all
+    keep = rows if len(rows) else rows.new_zeros(1)         # an empty index would keep all
     return self.logits(batch.input_ids, batch.position_ids, keep, batch.meta)[:len(rows)]
 
 @patch
@@ -157,7 +162,7 @@ class Sampler:
     "Chooses the tokens of a step, and scores those of prompts"
     def __init__(self,
         eos_ids:frozenset[int]=frozenset(),  # of the model: `min_tokens` holds them back
-        mask:Callable[[Wanted], np.ndarray|None]|None=None, # which tokens may come in a row: a bit for each, int32 [ceil(V / 32)]; None: all
+        mask:Callable[[Wanted], np.ndarray|None]|None=None, # tokens that may come: a bit for each, int32 [ceil(V / 32)]
     ):
         self.eos_ids, self.mask = eos_ids, mask
         self.states:WeakKeyDictionary[Request, SamplerState] = WeakKeyDictionary()   # made again if lost
@@ -166,7 +171,8 @@ class Sampler:
         "What sampling must know for a row"
         r, s = w.request, self.states.get(w.request)
         if s is None or s.output_ids is not r.output_ids:
-            s = SamplerState(r.params, r.prompt_ids, r.output_ids, r.seed, r.sample_index, r.stop_ids | self.eos_ids, r.bad_words)
+            ends = r.stop_ids | self.eos_ids
+            s = SamplerState(r.params, r.prompt_ids, r.output_ids, r.seed, r.sample_index, ends, r.bad_words)
             self.states[r] = s
         mask = self.mask(w) if self.mask else None
         return s if mask is None and not w.draft else s.ahead(w.draft, mask)
@@ -187,7 +193,7 @@ def _choose(self:Sampler, want:list[Wanted], got:Sampled, out:StepOutput):
         name = w.request.request_id
         if name in over: continue
         if token is None:
-            if name not in out.sampled: out.errors.setdefault(name, _failure(got.errors[i]))     # else the next step finds it
+            if name not in out.sampled: out.errors.setdefault(name, _failure(got.errors[i]))   # else the next step does
             over.add(name)
             continue
         out.sampled.setdefault(name, []).append(token)
@@ -195,7 +201,7 @@ def _choose(self:Sampler, want:list[Wanted], got:Sampled, out:StepOutput):
         if i + 1 < len(want) and want[i+1].request is w.request and want[i+1].draft[-1] != token: over.add(name)
 
 def _failure(said:Any)->Failure:
-    return said if isinstance(said, Failure) else Failure(Code.NAN_LOGITS if 'NaN' in said else Code.NO_TOKEN_LEFT, said)
+    return said if isinstance(said, Failure) else Failure(Code.NAN_LOGITS if 'NaN' in said else Code.NO_TOKEN_LEFT, said)  # TODO
 
 NAN = Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits')
 
@@ -204,7 +210,8 @@ def _score(self:Sampler, want:list[Wanted], logits:torch.Tensor, out:StepOutput)
     "Score tokens of prompts, some rows at a time: log probabilities of all rows would be large"
     for i in range(0, len(want), 64):
         part = want[i:i+64]
-        tokens, nums = [w.request.prompt_ids[w.position + 1] for w in part], [w.request.params.prompt_logprobs or 0 for w in part]
+        tokens = [w.request.prompt_ids[w.position + 1] for w in part]
+        nums = [w.request.params.prompt_logprobs or 0 for w in part]
         for w, scores in zip(part, score(logits[i:i+64], tokens, nums)):
             name = w.request.request_id
             out.prompt_logprobs.setdefault(name, (w.position, []))[1].append(scores)

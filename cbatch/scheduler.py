@@ -12,7 +12,8 @@ from .roster import Recompute, Roster
 
 _ASKED, _ENDED, _BUDGET, _FULL, _MEMORY = map(Reason, (Why.ASKED, Why.ENDED, Why.BUDGET, Why.BATCH_FULL, Why.MEMORY))
 _new = tuple.__new__     # twice as quick as the class itself
-_RUNNING, _RUNS, _DECODE, _PREFILL, _CHUNK = Status.RUNNING, Kind.RUNS, Why.DECODE, Why.PREFILL, Why.CHUNK   # looked up once
+_RUNNING, _RUNS = Status.RUNNING, Kind.RUNS       # looked up once
+_DECODE, _PREFILL, _CHUNK = Why.DECODE, Why.PREFILL, Why.CHUNK
 Turns = Generator[Request, Reason|None, None]   # yields a request; is told None if it was served, else why not
 
 class Policy:
@@ -26,13 +27,13 @@ class Policy:
             if r.status is _RUNNING: yield r                  # an older one may just have taken its blocks
         yield from s.line_of_waiting()
 
-    def chunk(self, s:'Scheduler', r:Request, wanted:int, left:int)->int: return wanted if wanted < left else left  # tokens it may compute
+    def chunk(self, s:'Scheduler', r:Request, wanted:int, left:int)->int: return min(wanted, left)  # how many tokens
     def close(self, s:'Scheduler', now:float)->Reason|None: return None        # why nobody may join in this step
     def starts(self, r:Request, num_tokens:int)->bool: return num_tokens > 0   # may it join with so many?
-    def reserve(self, s:'Scheduler', r:Request)->int: return 0                 # tokens whose blocks it takes when it joins
+    def reserve(self, s:'Scheduler', r:Request)->int: return 0              # tokens whose blocks it takes when it joins
     def padding(self, s:'Scheduler', plan:Plan)->list[Padding]: return []      # rows computed for nobody
     def wakeup(self, s:'Scheduler', now:float)->float|None: return None        # s, when time alone changes an answer
-    def refuses(self, s:'Scheduler', r:Asked)->str|None: return None           # why it can never be served; asked at the door
+    def refuses(self, s:'Scheduler', r:Asked)->str|None: return None       # why it can never be served
     def on_update(self, s:'Scheduler', plan:Plan, out:StepOutput): pass        # learn from the step
 
 class Scheduler(Roster):
@@ -83,7 +84,7 @@ def schedule(self:Scheduler,
             elif stop > len(r.block_table) * block_size and not self._make_room(r, stop, plan): answer = _MEMORY
             else:
                 answer = None
-                give(_new(Scheduled, (r, start, stop, (), 1 if stop == total else 0)))   # its next token is sampled if these are its last
+                give(_new(Scheduled, (r, start, stop, (), 1 if stop == total else 0)))   # its last: the next is sampled
                 plan.left -= n
                 if explain or stop < total: self._given(r, start, stop, total, plan, _RUNS)
 
@@ -92,9 +93,10 @@ def _given(self:Scheduler, r:Request, start:int, stop:int, total:int, plan:Plan,
     "Tokens `start:stop` of `r` are in the step: write it down, and keep blocks for the rest"
     if stop < total: self.promised += self.blocks.blocks_short(r, total)     # it has the first claim on free blocks
     if not self.explain: return
-    if stop < total: plan.decisions.append(_new(Decision, (r.request_id, kind, _CHUNK, stop, total)))
-    elif stop - start == 1 and r.output_ids: plan.decisions.append(_new(Decision, (r.request_id, kind, _DECODE, None, None)))
-    else: plan.decisions.append(_new(Decision, (r.request_id, kind, _PREFILL, stop - start, None)))
+    if stop < total: what = r.request_id, kind, _CHUNK, stop, total
+    elif stop - start == 1 and r.output_ids: what = r.request_id, kind, _DECODE, None, None
+    else: what = r.request_id, kind, _PREFILL, stop - start, None
+    plan.decisions.append(_new(Decision, what))
 
 @patch
 def _begin(self:Scheduler, now:float)->Plan:

@@ -23,7 +23,7 @@ from .params import cdiv
 class State:
     "Who is where, at one moment"
     num_blocks:int                # blocks in the KV pool
-    requests:dict[str, tuple[int, float]] = field(default_factory=dict)  # id -> (prompt_len, arrival), all who are here, in order of `add`
+    requests:dict[str, tuple[int, float]] = field(default_factory=dict)  # id -> (prompt_len, arrival)
     slots:dict[str, int] = field(default_factory=dict)         # running id -> slot, in order of admission
     computed:dict[str, int] = field(default_factory=dict)      # running or paused id -> tokens whose KV is written
     blocks:dict[str, list[int]] = field(default_factory=dict)  # running or paused id -> block ids
@@ -69,7 +69,8 @@ def begin(self:State, rec:StepRecord):
     for r in rec.admitted:
         self.leave_slot(r)
         taken = set(self.slots.values())
-        self.slots[r], self.computed[r], self.blocks[r] = next(i for i in count() if i not in taken), rec.found.get(r, 0), []
+        self.slots[r] = next(i for i in count() if i not in taken)
+        self.computed[r], self.blocks[r] = rec.found.get(r, 0), []
     for r, ids in rec.blocks.items(): self.blocks.setdefault(r, []).extend(ids)
     for r, _, num_before, _ in rec.scheduled: self.computed[r] = num_before
 
@@ -101,7 +102,7 @@ class Trace:
         self.facts:dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                           block_size=block_size, num_blocks=num_blocks, policy=str(policy))
         self.maxlen, self.every = maxlen, min(keyframe_every, maxlen)
-        self.segments:deque[tuple[State, list[StepRecord]]] = deque(maxlen=cdiv(maxlen, self.every) + 1)  # (state before, records)
+        self.segments:deque[tuple[State, list[StepRecord]]] = deque(maxlen=cdiv(maxlen, self.every) + 1)  # state before
         self.live = State(num_blocks)
         self.came:list[tuple[str, int, float]] = []     # arrived since the last step
         self.left:list[tuple[str, str]] = []            # taken out since
@@ -152,13 +153,15 @@ def record(
     start:float, end:float, # s
 )->StepRecord:
     "A step in plain data, from what was planned and what came of it alone"
-    return StepRecord(plan.step, start, end, num_waiting=plan.num_waiting,
-        scheduled=[(s.request.request_id, s.num_tokens, s.start, len(out.sampled.get(s.request.request_id, ()))) for s in plan.scheduled],
-        padding=[(p.num_tokens, p.context_len) for p in plan.padding], decisions=list(plan.decisions),
-        blocks={r: list(ids) for r, ids in plan.blocks.items()}, found=dict(plan.found), **_who(plan))
-
-def _who(plan:Plan)->dict[str, list[str]]:
-    return {k: [r.request_id for r in getattr(plan, k)] for k in ('admitted', 'preempted', 'paused')}
+    rec = StepRecord(plan.step, start, end, decisions=list(plan.decisions), found=dict(plan.found))
+    rec.num_waiting = plan.num_waiting
+    for r, at, stop, draft, _ in plan.scheduled:
+        rec.scheduled.append((r.request_id, stop - at + len(draft), at, len(out.sampled.get(r.request_id, ()))))
+    rec.padding = [(p.num_tokens, p.context_len) for p in plan.padding]
+    rec.blocks = {r: list(ids) for r, ids in plan.blocks.items()}
+    who = plan.admitted, plan.preempted, plan.paused
+    rec.admitted, rec.preempted, rec.paused = ([r.request_id for r in rs] for rs in who)
+    return rec
 
 # %% ../nbs/11_trace.ipynb #d09acff1
 @patch
@@ -171,7 +174,8 @@ def executed(self:Trace,
     num_free_blocks:int,    # after the step
 )->StepRecord:
     "Keep the record of a step that is over"
-    return self._keep(record(plan, out, start, end), [(r.request_id, r.finish_reason or '') for r in finished], num_free_blocks)
+    ended = [(r.request_id, r.finish_reason or '') for r in finished]
+    return self._keep(record(plan, out, start, end), ended, num_free_blocks)
 
 @patch
 def failed(self:Trace, plan:Plan):
@@ -274,11 +278,12 @@ _state = dict(num_blocks=_whole, requests={str: (_whole, _secs)}, slots={str: _w
               blocks={str: [_whole]}, ending=[_str], num_finished=_whole)
 _facts = dict(max_num_seqs=_whole, max_num_batched_tokens=_whole, block_size=_whole, num_blocks=_whole, policy=_str)
 _header = dict(cbatch_trace=_whole, **_facts, state=_state, prompts={str: _str})
+_decided = _text, _str, _str, {int, float, type(None)}, {int, str, type(None)}
 _record = dict(step=_whole, start=_secs, end=_secs, scheduled=[(_str, _whole, _whole, _whole)],
-    padding=[(_whole, _whole)], decisions=[(_text, _str, _str, {int, float, type(None)}, {int, str, type(None)})], admitted=[_str], preempted=[_str],
-    paused=[_str], finished=[(_str, _str)], arrived=[(_str, _whole, _secs)], found={str: _whole}, blocks={str: [_whole]}, num_waiting=_whole,
-    num_free_blocks=_whole)
-_first = {k: [(_text, _str)] if k == 'decisions' else v for k, v in _record.items() if k != 'paused'}   # version 1: decisions in English
+    padding=[(_whole, _whole)], decisions=[_decided], admitted=[_str], preempted=[_str], paused=[_str],
+    finished=[(_str, _str)], arrived=[(_str, _whole, _secs)], found={str: _whole}, blocks={str: [_whole]},
+    num_waiting=_whole, num_free_blocks=_whole)
+_first = {k: v for k, v in _record.items() if k != 'paused'} | dict(decisions=[(_text, _str)])   # version 1: in English
 
 def _fit(x:Any, shape:Any, at:str)->Any:
     "`x` from JSON, if it has the shape: a set of types, [each], (one, by, one), {str: each} or dict(name=...)"
@@ -306,7 +311,8 @@ def check(self:State, max_num_seqs:int):
 # %% ../nbs/11_trace.ipynb #3506487d
 def _plain(rec:StepRecord)->dict[str, Any]:
     "A record as JSON has it"
-    return {**vars(rec), 'decisions': [(d.request_id, d.kind.value, d.why.name if isinstance(d.why, Why) else '=' + d.why, d.n, d.of) for d in rec.decisions]}
+    name = lambda why: why.name if isinstance(why, Why) else '=' + why
+    return {**vars(rec), 'decisions': [(d.request_id, d.kind.value, name(d.why), d.n, d.of) for d in rec.decisions]}
 
 def _decision(request_id:str|None, kind:str, why:str, n:float|None, of:str|int|None)->Decision:
     "A decision from JSON: reasons by name, a policy's own words behind a ="
@@ -323,20 +329,24 @@ def to_jsonl(self:Trace,
     with open(path, 'w', encoding='utf-8') as f:
         for d in (header, *map(_plain, self.records)): f.write(json.dumps(d, allow_nan=False) + '\n')
 
+_SIGNS = {Kind.ADMITTED: 'admitted, ', Kind.RESUMED: 'resumed, ', Kind.PREEMPTED: 'preempted: ', Kind.WAITS: 'waits: '}
+
+def _shape(words:str)->str:
+    "A pattern for what a reason says"
+    s = re.escape(words.replace('{n:g}', '{n}')).replace(r'\{s\}', 's?')
+    return s.replace(r'\{n\}', r'(?P<n>[\d.e+-]+)').replace(r'\{of\}', '(?P<of>.+)')
+
 def _said(text:str)->tuple[Kind, str, float|None, str|int|None]:
     "What a decision of version 1 says, as values; what nobody says any more stays words"
     if m := re.fullmatch(r'(\d+) more wait behind', text): return Kind.BEHIND, Why.NOTHING, int(m[1]), None
     if text == str(Decision(None, Kind.FAILED)): return Kind.FAILED, Why.NOTHING, None, None
-    head, rest = Kind.RUNS, text
-    for kind, sign in ((Kind.ADMITTED, 'admitted, '), (Kind.RESUMED, 'resumed, '), (Kind.PREEMPTED, 'preempted: '), (Kind.WAITS, 'waits: ')):
-        if rest.startswith(sign): head, rest = kind, rest[len(sign):].removeprefix('waits: '); break
+    head = next((k for k, sign in _SIGNS.items() if text.startswith(sign)), Kind.RUNS)
+    rest = text.removeprefix(_SIGNS.get(head, '')).removeprefix('waits: ')
     if head is Kind.PREEMPTED: return head, Why.FORCED if rest == Why.FORCED.value else rest, None, None
-    for why in Why:
-        shape = re.escape(why.value.replace('{n:g}', '{n}')).replace(r'\{n\}', r'(?P<n>[\d.e+-]+)').replace(r'\{of\}', '(?P<of>.+)').replace(r'\{s\}', 's?')
-        if why.value and (m := re.fullmatch(shape, rest)):
-            d = m.groupdict()
-            n = float(d['n']) if d.get('n') else None
-            return head, why, int(n) if n is not None and n == int(n) else n, int(d['of']) if why is Why.CHUNK else d.get('of')
+    for why in filter(None, Why):
+        if not (m := re.fullmatch(_shape(why.value), rest)): continue
+        n, of = float(m['n']) if 'n' in m.groupdict() else None, m['of'] if 'of' in m.groupdict() else None
+        return head, why, int(n) if n is not None and n == int(n) else n, int(of or 0) if why is Why.CHUNK else of
     return (head, rest, None, None) if head is not Kind.RUNS else (Kind.NOTE, text, None, None)
 
 def _no_number(word): raise ValueError(f"{word} is not a number")
@@ -378,7 +388,8 @@ def to_chrome(self:Trace,
     events = [dict(ph='M', pid=0, tid=i, name='thread_name', args=dict(name=f'slot {i}'))
               for i in range(self.facts['max_num_seqs'])]
     for rec, state in self.replay():
-        at, dur, said = dict(pid=0, ts=rec.start * 1e6), (rec.end - rec.start) * 1e6, {d.request_id: str(d) for d in rec.decisions}   # us
+        at, dur = dict(pid=0, ts=rec.start * 1e6), (rec.end - rec.start) * 1e6   # us
+        said = {d.request_id: str(d) for d in rec.decisions}
         for r, num_tokens, num_before, sampled in rec.scheduled:
             args = dict(step=rec.step, tokens=num_tokens, computed=num_before, sampled=sampled, why=said.get(r, ''))
             events.append(dict(at, ph='X', tid=state.slots[r], dur=dur, name=r, args=args))
@@ -392,7 +403,8 @@ def __repr__(self:Trace):
     now, recs = self.state(), self.records
     span = f"steps {recs[0].step} to {recs[-1].step}, {recs[-1].end - recs[0].start:.3f} s" if recs else "no steps yet"
     return (f"Trace of {self.facts['policy']}, {self.facts['max_num_seqs']} slots: {span}; {len(now.running)} running, "
-            f"{len(now.waiting)} waiting, {now.num_finished} finished; {sum(len(r.preempted) for r in recs)} preemptions; "
+            f"{len(now.waiting)} waiting, {now.num_finished} finished; "
+            f"{sum(len(r.preempted) for r in recs)} preemptions; "
             f"{now.num_free_blocks} of {now.num_blocks} blocks free")
 
 @patch
