@@ -111,8 +111,8 @@ def drop(self:Roster, r:Request):
 @patch
 def preempt(self:Roster, r:Request, plan:Plan, why:str):
     "Send `r` back to the queue without its memory, and out of this step if it was in it"
-    self._leave_batch(r, plan)
-    if r in plan.admitted: self._unjoin(r, plan)
+    self.leave_batch(r, plan)
+    if r in plan.admitted: self.unjoin(r, plan)
     elif plan.swap_in: self.drop(r)          # its host blocks could be written before they are read
     else: self.preemptor.preempt(self, r, plan)
     r.status, r.num_preemptions = Status.PREEMPTED, r.num_preemptions + 1
@@ -121,7 +121,7 @@ def preempt(self:Roster, r:Request, plan:Plan, why:str):
     self.note(plan, r, Kind.PREEMPTED, why)
 
 @patch
-def _leave_batch(self:Roster, r:Request, plan:Plan):
+def leave_batch(self:Roster, r:Request, plan:Plan):
     "Take `r` from where it stands, and its share out of the step"
     if r in self.paused:
         del self.paused[r]
@@ -135,7 +135,7 @@ def _leave_batch(self:Roster, r:Request, plan:Plan):
     for d in (plan.blocks, plan.found): d.pop(r.request_id, None)
 
 @patch
-def _unjoin(self:Roster, r:Request, plan:Plan):
+def unjoin(self:Roster, r:Request, plan:Plan):
     "`r` joined in this very plan: nothing was moved for it yet, and nothing shall be"
     mine = set(r.block_table)
     plan.swap_in, plan.copies = ([p for p in pairs if p[1] not in mine] for pairs in (plan.swap_in, plan.copies))
@@ -148,7 +148,7 @@ def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     if r.status is not Status.RUNNING or r in plan.admitted:
         raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, or has just joined")
     grown = plan.blocks.get(r.request_id)
-    self._leave_batch(r, plan)
+    self.leave_batch(r, plan)
     if grown: plan.blocks[r.request_id] = grown
     r.status = Status.PAUSED
     self.paused[r] = None
