@@ -38,6 +38,7 @@ def _warn(what:str)->None:
 KERNELS:dict[str, 'Native'] = {}   # what `build_all` builds, by name
 _NATIVE = '-mcpu=native' if platform.machine().lower() in ('arm64', 'aarch64') else '-march=native'
 _OPENMP = ['-fopenmp'] if sys.platform == 'linux' else []
+_NO_COMPILER = 'cbatch.native: no C++ compiler (c++, g++, clang++ or CXX)'
 
 class Native:
     "Functions in C++: compiled by `build`, used through `lib` if they are there"
@@ -89,7 +90,7 @@ def _load(self:Native)->ctypes.CDLL|None:
 def build(self:Native)->Path|None:
     "Compile, unless that was done before; None and a warning if it can't be done"
     compiler = _compiler()
-    if sys.platform == 'win32' or not compiler: return _warn('cbatch.native: no C++ compiler (c++, g++, clang++ or CXX)')
+    if sys.platform == 'win32' or not compiler: return _warn(_NO_COMPILER)
     try:
         import fcntl
         folder = cache_dir()/'native'
@@ -112,9 +113,9 @@ def _compile(self:Native, compiler:str, folder:Path)->Path|None:
         for old in folder.glob(f'{self.stem(compiler)}-*.so'): old.unlink()   # damaged
         return out.rename(folder/f'{self.stem(compiler)}-{_digest(out)}.so')
 
-# %% ../nbs/01b_native.ipynb #194c27a5
+# %% ../nbs/01b_native.ipynb #94c5388e
 def build_all()->dict[str, Path|None]: # path of each library, by name
-    "Build all C++ of the modules imported so far; for processes that start later, and for this one where it has not been wanted yet"
+    "Build all C++ of the modules imported so far, for later processes, and for this one where it is not wanted yet"
     return {k: n.build() for k, n in KERNELS.items()} if os.environ.get('CBATCH_NATIVE') != '0' else {}
 
 def trial(
@@ -128,12 +129,13 @@ def trial(
     KERNELS.clear(); KERNELS.update(others)
     return piece.lib if piece.build() else None
 
-# %% ../nbs/01b_native.ipynb #68cb8d79
+# %% ../nbs/01b_native.ipynb #480210d0
 class Struct(ctypes.Structure):
     "A struct of C++ that Python fills in too"
     cpp:ClassVar[str]   # its text
 
-_TYPES = dict(int32=ctypes.c_int32, int64=ctypes.c_int64, uint64=ctypes.c_uint64, float=ctypes.c_float, double=ctypes.c_double)
+_TYPES = dict(int32=ctypes.c_int32, uint32=ctypes.c_uint32, int64=ctypes.c_int64, uint64=ctypes.c_uint64,
+              float=ctypes.c_float, double=ctypes.c_double)
 
 def struct(
     name:str,

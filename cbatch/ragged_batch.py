@@ -18,7 +18,9 @@ from .kv_blocks import slot_mapping
 from .model import CausalLM, attention_impl
 from .native import build_all
 from .paged_attention import AttnMeta, get_backend, register_attention
-from .sampling import SamplerState, sample, score
+from .drawing import score
+from .sampler import sample
+from .sampling import SamplerState
 
 # %% ../nbs/06_ragged_batch.ipynb #f4655571
 log = logging.getLogger('cbatch')

@@ -67,7 +67,7 @@ def banned(self:SamplerState)->np.ndarray:
     if self.bad: ids = np.concatenate([ids, self.completed()])
     return ids
 
-# %% ../nbs/02a_sampling.ipynb #4eae4069
+# %% ../nbs/02a_sampling.ipynb #a2584162
 @patch
 def ahead(self:SamplerState,
     draft:Sequence[int]=(),     # tokens that the answer may go on with
@@ -89,7 +89,7 @@ def masked_rows(
     rows, words = [i for i, s in enumerate(states) if s.mask is not None], -(-vocab_size // 32)
     for i in rows:
         shape = states[i].mask.shape
-        if shape != (words,): raise ValueError(f"mask of shape {shape}: a vocabulary of {vocab_size} needs ({words},), a bit for each token")
+        if shape != (words,): raise ValueError(f"mask of {shape} words: a vocabulary of {vocab_size} needs {words}")
     return rows
 
 # %% ../nbs/02a_sampling.ipynb #be6c42a4
@@ -112,7 +112,7 @@ def bad_word_ids(
         raise ValueError(f"bad_words: a token is not in the vocabulary of {vocab_size}")
     return tuple(out)
 
-# %% ../nbs/02a_sampling.ipynb #a20906dd
+# %% ../nbs/02a_sampling.ipynb #a303689a
 class _Places:
     "Single numbers of a batch of logits, by row and token"
     def __init__(self, logits:torch.Tensor):
