@@ -18,7 +18,9 @@ from .native import build_all
 from .paged_attention import AttnMeta, KVShape, register_attention
 from .params import EngineConfig
 from .ragged_batch import Batch, Moves, Wanted, pack, wanted
-from .sampling import Sampled, SamplerState, sample, score
+from .drawing import Sampled, score
+from .sampler import sample
+from .sampling import SamplerState
 
 _log = logging.getLogger('cbatch')
 

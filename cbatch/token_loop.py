@@ -10,7 +10,8 @@ import inspect, torch
 from dataclasses import dataclass
 from .params import check_ids, RequestFailed, SamplingParams
 from .model import CausalLM
-from .sampling import SamplerState, bad_word_ids, sample
+from .sampler import sample
+from .sampling import SamplerState, bad_word_ids
 from .text import cut_at_stop, decode
 
 # %% ../nbs/02_token_loop.ipynb #e605ad24

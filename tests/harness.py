@@ -8,7 +8,8 @@ from cbatch.core import Status
 from cbatch.params import cdiv
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic, Static
-from cbatch.sampling import FAST, SamplerState, sample, uniform
+from cbatch.sampler import FAST, sample
+from cbatch.sampling import SamplerState, uniform
 from cbatch.token_loop import compare_tokens, generate_ref
 
 LONGEST = 30
@@ -48,7 +49,7 @@ def agree(prompt_ids, params, ours, ref):
     x = llama().hf_model(input_ids=torch.tensor([list(prompt_ids) + ref[:at]])).logits[:, -1]
     near = set()
     for d in (-1e-4, 0, 1e-4):
-        with patch('cbatch.sampling.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)), patch.object(FAST, 'lib', None):
+        with patch('cbatch.drawing.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)), patch.object(FAST, 'lib', None):
             near.update(sample(x.clone(), [SamplerState(params, prompt_ids, ref[:at], params.seed)]).ids)
     return 'tie' if {ours[at], ref[at]} <= near else 'different'
 

@@ -10,8 +10,10 @@ CHAPTERS = [p for p in NOTEBOOKS if p.name != 'index.ipynb']
 MODULES = {'.'.join(p.relative_to(ROOT/'cbatch').with_suffix('').parts): p for p in sorted((ROOT/'cbatch').rglob('*.py'))
            if p.name not in ('__init__.py', '_modidx.py')}
 # each module may import those before it
-ORDER = '''params core model loading native sampling text token_loop static_batching kv_blocks paged_attention kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend backends
-ragged_batch runner roster scheduler preemption prefix_caching policies trace metrics views reports door engine llm workloads simulator dashboard async_engine protocol prometheus server bench cli'''.split()
+ORDER = '''params core model loading native cpp sampling drawing sampler text token_loop static_batching kv_blocks paged_attention
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend backends
+ragged_batch runner roster scheduler preemption prefix_caching policies trace metrics views player reports door engine llm
+workloads async_engine protocol prometheus server bench cli'''.split()
 NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
 NAMES = 'LLM AsyncLLM SamplingParams EngineConfig RequestOutput CapacityError RequestFailed tiny_lm load_model'.split()

@@ -1,6 +1,6 @@
 "The checks at work: each of these faults, planted into the engine, is found by the random schedules"
 import pytest
-import cbatch.engine, cbatch.paged_attention, cbatch.ragged_batch, cbatch.sampling
+import cbatch.drawing, cbatch.engine, cbatch.paged_attention, cbatch.ragged_batch
 from cbatch.core import Status
 from cbatch.kv_blocks import BlockAllocator, BlockManager
 from cbatch.metrics import EngineCounters
@@ -45,8 +45,8 @@ def padding_writes_into_block_1(put):
 
 @fault()
 def row_instead_of_seed(put):
-    old = cbatch.sampling.uniform
-    put(cbatch.sampling, 'uniform', lambda seeds, *args: old(list(range(len(seeds))), *args))
+    old = cbatch.drawing.uniform
+    put(cbatch.drawing, 'uniform', lambda seeds, *args: old(list(range(len(seeds))), *args))
 
 @fault()
 def logits_of_the_row_before(put):
