@@ -10,7 +10,8 @@ import itertools, math
 import torch
 import torch.nn.functional as F
 from dataclasses import dataclass, field
-from .core import Logprob, SamplingParams
+from .core import Code, Failure, Logprob
+from .params import SamplingParams
 from .sampling import SamplerState, cut_tail, edit_logits, uniform
 
 # %% ../nbs/02c_drawing.ipynb #ab67e2e4
@@ -154,17 +155,17 @@ def score(
 class Sampled:
     "The next token of each row, or None and the reason why it has none"
     ids:list[int|None]
-    errors:dict[int, str] = field(default_factory=dict)                   # by row
+    errors:dict[int, Failure] = field(default_factory=dict)               # by row
     logprobs:dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by row and token id, for rows that ask
 
-WHY = (('no_token_left', 'no token is left: the options forbid all'),
-       ('nan_logits', 'the model gave NaN or infinite logits'))
+WHY = (Failure(Code.NO_TOKEN_LEFT, 'no token is left: the options forbid all'),
+       Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits'))
 
 def failed(
     error:int, # 1: nothing is left, 2: NaN or infinite
-)->str:
+)->Failure:
     "Why a row has no token"
-    return WHY[error - 1][1]
+    return WHY[error - 1]
 
 # %% ../nbs/02c_drawing.ipynb #4a46e7f7
 def _sampled(ids:list[int], bad:list[int], scores:dict[int, dict[int, Logprob]])->Sampled:

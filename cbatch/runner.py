@@ -18,7 +18,7 @@ from .native import build_all
 from .paged_attention import AttnMeta, KVShape, register_attention
 from .params import EngineConfig
 from .ragged_batch import Batch, Moves, Wanted, pack, wanted
-from .drawing import Sampled, score
+from .drawing import Sampled, failed, score
 from .sampler import sample
 from .sampling import SamplerState
 
@@ -195,17 +195,12 @@ def _choose(self:Sampler, want:list[Wanted], got:Sampled, out:StepOutput):
         name = w.request.request_id
         if name in over: continue
         if token is None:
-            if name not in out.sampled: out.errors.setdefault(name, _failure(got.errors[i]))   # else the next step does
+            if name not in out.sampled: out.errors.setdefault(name, got.errors[i])   # else the next step does
             over.add(name)
             continue
         out.sampled.setdefault(name, []).append(token)
         if i in got.logprobs: out.logprobs.setdefault(name, []).append(got.logprobs[i])
         if i + 1 < len(want) and want[i+1].request is w.request and want[i+1].draft[-1] != token: over.add(name)
-
-def _failure(said:Any)->Failure:
-    return said if isinstance(said, Failure) else Failure(Code.NAN_LOGITS if 'NaN' in said else Code.NO_TOKEN_LEFT, said)  # TODO
-
-NAN = Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits')
 
 @patch
 def _score(self:Sampler, want:list[Wanted], logits:torch.Tensor, out:StepOutput):
@@ -217,7 +212,7 @@ def _score(self:Sampler, want:list[Wanted], logits:torch.Tensor, out:StepOutput)
         for w, scores in zip(part, score(logits[i:i+64], tokens, nums)):
             name = w.request.request_id
             out.prompt_logprobs.setdefault(name, (w.position, []))[1].append(scores)
-            if any(math.isnan(x.logprob) for x in scores.values()): out.errors[name] = NAN
+            if any(math.isnan(x.logprob) for x in scores.values()): out.errors[name] = failed(2)
 
 class ModelRunner:
     "Joins executor and sampler: a Plan in, a StepOutput out"

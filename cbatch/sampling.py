@@ -10,7 +10,7 @@ import copy, math
 import numpy as np, torch
 from collections.abc import Iterable, Sequence
 from fastcore.basics import patch
-from .core import MAX_BAD_TOKENS, SamplingParams
+from .params import MAX_BAD_TOKENS, SamplingParams
 
 # %% ../nbs/02a_sampling.ipynb #37288398
 def _array(xs:Iterable, dtype=np.int64)->np.ndarray: return np.fromiter(xs, dtype)

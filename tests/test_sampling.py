@@ -8,7 +8,7 @@ import numpy as np, pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 from cbatch import LLM, SamplingParams, drawing, sampler
-from cbatch.core import MAX_SCORES, check_ids
+from cbatch.params import check_ids, MAX_SCORES
 from cbatch.model import tiny_lm
 from cbatch.native import KERNELS, Native
 from cbatch.drawing import Blocks, score
@@ -226,7 +226,7 @@ def test_a_bad_row_has_its_own_error(poison):
 def test_everything_forbidden():
     forbid = SamplerState(SamplingParams(allowed_token_ids=[3, 4], min_tokens=2, logprobs=1), [1], [], stop_ids=[3], bad_words=[[4]])
     got = sample(noise(2, 50), [forbid, SamplerState(SamplingParams(temperature=0))])
-    assert got.ids[0] is None and 'forbid' in got.errors[0] and got.ids[1] == int(noise(2, 50)[1].argmax())
+    assert got.ids[0] is None and 'forbid' in got.errors[0].text and got.ids[1] == int(noise(2, 50)[1].argmax())
 
 def test_a_state_counts_as_it_goes_as_if_made_anew():
     rng, p, said = random.Random(1), SamplingParams(repetition_penalty=1.1, frequency_penalty=.5), []
@@ -371,7 +371,7 @@ def test_a_mask_is_a_list_of_allowed_tokens(vocab):
 def test_a_mask_that_allows_nothing_and_masks_of_the_wrong_length():
     x, s, free = noise(3, 70), SamplerState(SamplingParams(logprobs=1), seed=1), SamplerState(SamplingParams(temperature=0))
     got = sample(x.clone(), [free, s.ahead(mask=np.zeros(3, np.int32)), free])
-    assert got.ids[1] is None and 'no token is left' in got.errors[1] and list(got.errors) == [1]
+    assert got.ids[1] is None and 'no token is left' in got.errors[1].text and list(got.errors) == [1]
     assert got.ids[0] == int(x[0].argmax()) and got.ids[2] == int(x[2].argmax())
     for bad in (np.zeros(2, np.int32), np.zeros(4, np.int32), np.zeros((1, 3), np.int32), np.zeros(0, np.int32)):
         with pytest.raises(ValueError, match='a vocabulary of 70 needs 3'): sample(x.clone(), [free, s.ahead(mask=bad), free])
