@@ -240,12 +240,12 @@ def test_lines_fit_the_column(path):
     wide = [f'{where}: {l.strip()[:60]}...' for where, l in lines if len(l) > WIDTH]
     assert not wide
 
-LONG_STRING = r'''("""|\'\'\')'''
-CPP_CELL = re.compile(r'(#\|.*\n)*\w+ (\+?= (\w+(\.\w+)* \+ )?)r?' + LONG_STRING + r'.*?\4', re.S)
+LONG_STRING = r'''(?P<q>"""|\'\'\')(?P<text>.*?)(?P=q)'''
+CPP_CELL = re.compile(r'(#\|.*\n)*\w+ \+?= (\w+(\.\w+)* \+ )?r?' + LONG_STRING, re.S)
 
 def cpp(src):
     "The C++ in a cell: what is in its long strings that are raw or include something"
-    found = [(m[1], m[3]) for m in re.finditer('(r?)' + LONG_STRING + r'(.*?)\2', src, re.S)]
+    found = [(m['raw'], m['text']) for m in re.finditer('(?P<raw>r?)' + LONG_STRING, src, re.S)]
     return '\n'.join(s for raw, s in found if '#include' in s or raw and re.search(r'[;{}]\s*$', s, re.M))
 
 def bare(source):
