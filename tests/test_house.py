@@ -17,7 +17,7 @@ core model native sampling text token_loop static_batching
 kv_blocks paged_attention
 kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend
 ragged_batch scheduler preemption prefix_caching policies
-trace metrics views engine workloads simulator dashboard
+trace metrics views player engine workloads simulator dashboard
 async_engine protocol prometheus server bench cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows

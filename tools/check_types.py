@@ -111,7 +111,7 @@ def findings(numbers):
     res = subprocess.run([str(c) for c in cmd], cwd=COPY, capture_output=True, text=True)
     if res.returncode > 1: sys.exit(res.stdout + res.stderr)
     for line in res.stdout.splitlines():
-        if not (m := re.match(r'(\S+?\.py):(\d+): (.*)', line)): print(line); continue
+        if not (m := re.match(r'(\S+?\.py):(\d+): (error: .*)', line)): continue   # a note
         rel, at = m[1], int(m[2])
         own = [n for n in numbers[rel][:at] if n]
         yield rel, own[-1] if own else 1, m[3]
@@ -119,8 +119,8 @@ def findings(numbers):
 def main(*named):
     found = list(findings(write_copy()))
     if named: found = [f for f in found if f[0].removeprefix('cbatch/').removesuffix('.py').replace('/', '.') in named]
-    for rel, n, text in found: print(f'{rel}:{n}: {text}  [{cell_of(rel, n)}]' if 'error:' in text else f'{rel}:{n}: {text}')
-    count = Counter(rel for rel, _, text in found if text.startswith('error:'))
+    for rel, n, text in found: print(f'{rel}:{n}: {text}  [{cell_of(rel, n)}]')
+    count = Counter(rel for rel, _, _ in found)
     for rel, n in sorted(count.items()): print(f'{n:4} {rel}')
     print(f'{sum(count.values())} type errors')
     return bool(count)
