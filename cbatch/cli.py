@@ -358,7 +358,7 @@ def _conclude(model, runs:list, exact:bool, short:str='2+2')->tuple:
 
 def _save(runs:list, asks:list, title:str, report:str, trace:str):
     "Write the report and the traces, and say where they are"
-    from cbatch.player import report_html
+    from cbatch.views import report_html
     text = lambda name: runs[-1].outputs[name].outputs[0].text
     if report:
         Path(report).write_text(report_html({r.name: (r.trace, r.summary) for r in runs}, title, [(a.question, text(a.name)) for a in asks]), encoding='utf-8')
@@ -434,7 +434,7 @@ def replay(
 
 def _page(trace:Trace, name:str, path:str)->int:
     "A page with the player of one trace"
-    from cbatch.player import report_html
+    from cbatch.views import report_html
     recs = trace.records
     wall_s, num = (recs[-1].end - recs[0].start if recs else 0.), sum(s[3] for r in recs for s in r.scheduled)
     summary = dict(wall_s=wall_s, num_steps=len(recs), num_output_tokens=num, tokens_per_s=num / wall_s if wall_s else None)

@@ -12,6 +12,7 @@ from cbatch.native import Native
 from cbatch.paged_attention import AttnMeta, TorchBackend, best_backend, paged_attention_ref
 from cbatch.ragged_batch import ModelRunner, pack
 from cbatch.token_loop import generate_ref
+from ask import sp
 from harness import quiet
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
@@ -24,7 +25,6 @@ def native(monkeypatch):
     yield
     forget()
 
-def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=torch.float32, seed=0):
     "Largest difference between a backend and the formula in float64; every slot that nobody owns holds NaN"

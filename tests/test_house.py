@@ -13,12 +13,13 @@ FOLDERS = '*.py', 'tests/**/*.py', 'tools/*.py', 'bench/*.py', 'examples/**/*.py
 SCRIPTS = [p for pat in FOLDERS for p in sorted(ROOT.glob(pat))]
 # each module may import those before it
 ORDER = '''
-core model native sampling text token_loop static_batching
+core model loading native cpp sampling drawing sampler text token_loop static_batching
 kv_blocks paged_attention
-kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend backends
 ragged_batch scheduler preemption prefix_caching policies
-trace metrics views player engine workloads simulator dashboard
-async_engine protocol prometheus server bench cli
+trace metrics views player engine workloads
+handover worker async_engine wire protocol answers openapi prometheus gate front server
+driving results ceiling peers contest bench people screen demo cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
 NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
@@ -279,6 +280,20 @@ def test_sidebar_names_every_notebook_once():
     assert set(named) >= {p.relative_to(ROOT).as_posix() for p in CHAPTERS}
 
 # --- the repository
+
+def test_names_in_tests_stand_in_invariants():
+    "`# S5`, Row 26, Case 9 and test_fault_26 each have a row in tests/INVARIANTS.md"
+    text = (ROOT/'tests/INVARIANTS.md').read_text(encoding='utf-8')
+    rows = {part.partition('\n')[0].partition(':')[0]: set(re.findall(r'^\| (\w+) \|', part, re.M))
+            for part in text.split('\n## ')}
+    for p in (ROOT/'tests').rglob('*.py'):
+        src = p.read_text(encoding='utf-8')
+        marks = [n for m in re.findall(r'# ([ASOM]\d(?: [ASOM]\d)*)$', src, re.M) for n in m.split()]
+        faults = [*re.findall(r'def test_fault_0*([1-9]\d*)', src), *re.findall(r'\b[Rr]ows? (\d+)', src)]
+        situations = [*re.findall(r'def test_case_0*([1-9]\d*)', src), *re.findall(r'\b[Cc]ases? (\d+)', src)]
+        assert set(marks) <= rows['Invariants'], p.name
+        assert set(faults) <= rows['Rows'] and set(situations) <= rows['Cases'], p.name
+    for name in re.findall(r'`(test_\w+\.py)`', text): assert (ROOT/'tests'/name).exists(), name
 
 def test_nothing_hides_the_package_kernels():
     "transformers imports Hugging Face's `kernels`: an importable folder of that name at the top would be taken for it"

@@ -13,10 +13,12 @@ from cbatch.model import tiny_lm
 from cbatch.native import KERNELS, Native
 from cbatch.sampling import CPP, FAST, Blocks, SamplerState, bad_word_ids, distribution, edit_logits, sample, score, uniform
 from cbatch.token_loop import TIE, generate_ref
+from ask import sp
+
+sp = functools.partial(sp, max_tokens=8)
 
 def noise(rows, vocab, seed=0, scale=3.): return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 def chi2_limit(df): return df + 4.5 * math.sqrt(2 * df) + 10      # passed once in some 100,000 tests
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=8, ignore_eos=True) | kw)
 
 @functools.cache
 def native():
