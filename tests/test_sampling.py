@@ -15,10 +15,12 @@ from cbatch.drawing import Blocks, score
 from cbatch.sampler import FAST, SAMPLER_CPP, sample
 from cbatch.sampling import SamplerState, bad_word_ids, distribution, edit_logits, uniform
 from cbatch.token_loop import TIE, generate_ref
+from ask import sp
+
+sp = functools.partial(sp, max_tokens=8)
 
 def noise(rows, vocab, seed=0, scale=3.): return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 def chi2_limit(df): return df + 4.5 * math.sqrt(2 * df) + 10      # passed once in some 100,000 tests
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=8, ignore_eos=True) | kw)
 
 @functools.cache
 def native():
@@ -297,10 +299,10 @@ def test_prompt_log_probabilities_in_chunks_or_whole(engine, tiny, config):
 
 def test_rows_that_nobody_asks_for_have_no_logits(engine):
     llm, rows = engine(max_num_batched_tokens=64), []
-    forward = llm.runner.forward
+    forward = llm.runner.executor.forward
     def watch(batch):
         x = forward(batch); rows.append(len(x)); return x
-    llm.runner.forward = watch
+    llm.runner.executor.forward = watch
     llm.generate([list(range(20)), [1, 2]], sp(max_tokens=2), use_tqdm=False)
     llm.generate([list(range(20)), [1, 2]], [sp(max_tokens=2, prompt_logprobs=0), sp(max_tokens=2)], use_tqdm=False)
     assert rows == [2, 2, 21, 2]
@@ -511,11 +513,11 @@ def test_random_options_for_every_request_of_a_batch(tiny, seed):
     rng = random.Random(seed)
     todo = [draw_request(rng, tiny) for _ in range(10)]
     llm = LLM(tiny, num_blocks=rng.choice([14, 30, 80]), block_size=4, max_num_seqs=rng.choice([3, 8]), max_num_batched_tokens=rng.choice([9, 40]), check=True)
-    execute = llm.runner.execute
+    execute = llm.execute
     def forgetful(plan):
-        if rng.random() < .3: llm.runner.states.clear()
+        if rng.random() < .3: llm.runner.sampler.states.clear()
         return execute(plan)
-    llm.runner.execute = forgetful
+    llm.execute = forgetful
     done, ids = {}, [llm.add(*t) for t in todo]
     while llm.has_unfinished: done |= {o.request_id: o for o in llm.step() if o.finished}
     for (prompt, params), o in zip(todo, [done[i] for i in ids]):
