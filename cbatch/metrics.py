@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 from fastcore.basics import patch
-from .core import Plan, Request, RequestMetrics, RequestOutput, StepOutput, cdiv
+from .core import Plan, Request, RequestMetrics, RequestOutput, StepOutput
+from .params import cdiv
 from .trace import Trace
 
 # %% ../nbs/12_metrics.ipynb #fd6fe27d

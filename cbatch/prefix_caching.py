@@ -8,9 +8,9 @@ __all__ = ['WORTH_WAITING', 'block_hash', 'root', 'CachingAllocator', 'PrefixBlo
 # %% ../nbs/09_prefix_caching.ipynb #bb8e98f5
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from fastcore.basics import patch
 from hashlib import blake2b
-from collections.abc import Iterable
 from .core import Plan, Reason, Request, Status, Why
 from .kv_blocks import BlockAllocator, BlockManager, Found
 from .params import OutOfBlocks
@@ -39,8 +39,7 @@ class CachingAllocator(BlockAllocator):
     def allocate(self, n:int)->list[int]:
         "Take `n` free blocks, oldest first; they lose their names"
         if n > len(self.free_ids):
-            lack = f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}"
-            raise OutOfBlocks(f"{lack}: raise num_blocks or lower max_num_seqs")
+            raise OutOfBlocks(f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}: raise num_blocks or lower max_num_seqs")
         ids = [self.free_ids.popitem(last=False)[0] for _ in range(n)]
         for b in ids:
             self.refs[b] = 1

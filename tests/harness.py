@@ -10,7 +10,8 @@ from cbatch.core import Status
 from cbatch.params import cdiv
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic, Static
-from cbatch.sampling import FAST, SamplerState, sample, uniform
+from cbatch.sampler import FAST, sample
+from cbatch.sampling import SamplerState, uniform
 from cbatch.token_loop import compare_tokens, generate_ref
 from toy import steps_left
 
