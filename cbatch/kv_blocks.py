@@ -7,9 +7,10 @@ __all__ = ['BlockAllocator', 'BlockManager', 'Found', 'slot_mapping']
 
 # %% ../nbs/04_kv_blocks.ipynb #278adc70
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fastcore.basics import patch
-from .core import Request
+from .core import Plan, Reason, Request
 from .params import cdiv, OutOfBlocks
 
 # %% ../nbs/04_kv_blocks.ipynb #d666a542
@@ -34,7 +35,8 @@ def allocate(self:BlockAllocator,
 )->list[int]:  # their ids, each with one holder
     "Take `n` free blocks, or raise `OutOfBlocks` and take none"
     if n > len(self.free_ids):
-        raise OutOfBlocks(f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}: raise num_blocks or lower max_num_seqs")
+        lack = f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}"
+        raise OutOfBlocks(f"{lack}: raise num_blocks or lower max_num_seqs")
     ids = [self.free_ids.popleft() for _ in range(n)]
     for b in ids: self.refs[b] = 1
     return ids
@@ -82,7 +84,7 @@ class BlockManager:
         block_size:int, # tokens per block
     ):
         self.pool, self.block_size = BlockAllocator(num_blocks, block_size), block_size
-        self.num_asked, self.num_hit = 0, 0    # prompt tokens of requests that joined, and those of them that were found
+        self.num_asked, self.num_hit = 0, 0    # prompt tokens of those that joined, and of them those found
 
     @property
     def num_blocks(self)->int: return self.pool.num_blocks
@@ -125,7 +127,7 @@ class Found:
     "What is there already of a waiting request's tokens"
     blocks:list[int] = field(default_factory=list)  # ids of blocks to share, from its first token on
     num_tokens:int = 0       # tokens that need not be computed
-    num_free:int = 0         # of these blocks, those that nobody holds now: sharing them takes them out of the free ones
+    num_free:int = 0         # of these blocks, those that nobody holds: sharing takes them out of the free ones
     copy:int|None = None     # a block to copy, which holds the rest of these tokens
     wait:Reason|None = None  # why the request had better wait
 

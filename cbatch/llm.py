@@ -12,7 +12,8 @@ from fastcore.basics import patch
 from transformers import PreTrainedModel
 from typing import Any
 from .core import Asked, RequestOutput
-from .engine import Engine, undisturbed
+from .engine import Engine
+from .interrupts import undisturbed
 from .loading import load_model
 from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams

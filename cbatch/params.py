@@ -7,13 +7,13 @@ __all__ = ['ANY', 'NUMBERS', 'WHOLES', 'MOST', 'MAX_CHARS', 'MAX_BAD_TOKENS', 'M
            'OutOfBlocks', 'RequestFailed', 'cdiv', 'check_number', 'check_whole', 'SamplingParams', 'check_ids',
            'EngineConfig']
 
-# %% ../nbs/00_params.ipynb #d53ef058
+# %% ../nbs/00_params.ipynb #64c5770d
 import math, numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# %% ../nbs/00_params.ipynb #11dde0c0
+# %% ../nbs/00_params.ipynb #60d2d017
 class ParamError(ValueError):
     "A value that can't be meant; `param` is the name of what it was given for"
     def __init__(self,
@@ -41,7 +41,7 @@ def cdiv(
     "Integer division, rounded up"
     return -(-a // b)
 
-# %% ../nbs/00_params.ipynb #a0045cdd
+# %% ../nbs/00_params.ipynb #515c42ae
 ANY = 2**63 - 1    # as good as no limit
 
 def check_number(
@@ -59,11 +59,11 @@ def check_whole(name:str, x:Any, lo:int, what:str, hi:int=ANY):
         raise ParamError(name, f"{name}={x!r}: must be {what}")
 
 # %% ../nbs/00_params.ipynb #5b059a91
-NUMBERS = dict(temperature=(0, 100), top_p=(1e-9, 1), min_p=(0, 1), repetition_penalty=(.01, 100), presence_penalty=(-2, 2),
-               frequency_penalty=(-2, 2))                                            # name: (least, most)
+NUMBERS = dict(temperature=(0, 100), top_p=(1e-9, 1), min_p=(0, 1), repetition_penalty=(.01, 100),
+               presence_penalty=(-2, 2), frequency_penalty=(-2, 2))                  # name: (least, most)
 
-WHOLES = dict(n=(1, 16), top_k=(-1, ANY), min_tokens=(0, ANY), seed=(-ANY - 1, ANY), max_tokens=(1, ANY), logprobs=(0, 20),
-              prompt_logprobs=(0, 20))
+WHOLES = dict(n=(1, 16), top_k=(-1, ANY), min_tokens=(0, ANY), seed=(-ANY - 1, ANY), max_tokens=(1, ANY),
+              logprobs=(0, 20), prompt_logprobs=(0, 20))
 
 MOST = dict(stop=16, stop_token_ids=128, logit_bias=1024, bad_words=128, allowed_token_ids=16_384)  # entries
 MAX_CHARS = 512         # of a stop string or bad word
@@ -107,16 +107,16 @@ class SamplingParams:
     seed:int|None = None          # same seed, same request: same tokens, in any batch; None: drawn by the engine
     max_tokens:int|None = None    # tokens to generate; None: to the end of the context
     min_tokens:int = 0            # no end before so many tokens
-    stop:str|list[str]|tuple[str, ...]|None = None  # end before any of these strings appears; kept as a tuple, as all lists here
-    stop_token_ids:list[int]|tuple[int, ...]|None = None  # end after any of these ids, besides the model's own end-of-sequence ids
+    stop:str|list[str]|tuple[str, ...]|None = None  # end before any of these appears; kept as a tuple, as all lists are
+    stop_token_ids:list[int]|tuple[int, ...]|None = None  # end after any of these ids, besides the model's own
     ignore_eos:bool = False       # go on after the model's end-of-sequence ids
-    repetition_penalty:float = 1.0  # above 1: a token of prompt or answer gets less likely; divides its logit, or multiplies a negative one
+    repetition_penalty:float = 1.0  # above 1: tokens seen get less likely; divides a logit, multiplies a negative one
     presence_penalty:float = 0.0  # taken from the logit of a token that the answer has
     frequency_penalty:float = 0.0 # taken from it for each time that the answer has it
     logit_bias:dict[int, float]|None = None   # token id -> number from -100 to 100, added to its logit
     bad_words:list[str]|tuple[str, ...]|None = None  # texts that the answer must not have
     allowed_token_ids:list[int]|tuple[int, ...]|None = None  # no other ids may come
-    logprobs:int|None = None      # report the log probability of each token, and of this many of the likeliest beside it
+    logprobs:int|None = None      # report each token's log probability, and those of so many of the likeliest
     prompt_logprobs:int|None = None  # the same for the tokens of the prompt
     skip_special_tokens:bool = True  # leave special tokens out of the text (never out of `token_ids`)
     include_stop_str_in_output:bool = False  # keep the stop string that ended the request
@@ -139,8 +139,8 @@ def _checked(p:SamplingParams)->dict[str, Any]:
         raise ParamError('min_tokens', f"min_tokens={p.min_tokens} exceeds max_tokens={p.max_tokens}")
     allowed = _ids('allowed_token_ids', p.allowed_token_ids) if p.allowed_token_ids is not None else None
     if allowed == (): raise ParamError('allowed_token_ids', "allowed_token_ids=[]: allows no token; None allows all")
-    return dict(stop=_texts('stop', p.stop), bad_words=_texts('bad_words', p.bad_words), stop_token_ids=_ids('stop_token_ids', p.stop_token_ids),
-                allowed_token_ids=allowed, logit_bias=_bias(p.logit_bias))
+    return dict(stop=_texts('stop', p.stop), bad_words=_texts('bad_words', p.bad_words), allowed_token_ids=allowed,
+                stop_token_ids=_ids('stop_token_ids', p.stop_token_ids), logit_bias=_bias(p.logit_bias))
 
 def _bias(given:Any)->dict[int, float]:
     "A checked `logit_bias`"
@@ -187,14 +187,14 @@ class EngineConfig:
     backend:str = 'auto'              # attention: torch, cpu, triton; auto: what suits the device
     cuda_graphs:bool = True           # with Triton on a GPU: replay decode steps instead of launching them
     lean:bool = True                  # on a CPU: run models of the Llama shape by a version written for serving
-    products:str = 'auto'             # weight products of that version: panels (own C++), onednn; auto: what suits the processor
+    products:str = 'auto'             # its weight products: panels (own C++), onednn; auto: what suits the processor
     compile:bool = False              # torch.compile the model; the first steps then take minutes
     warmup:bool = False               # get ready (graphs, compilation) before the first request, not while it waits
     preemption:str = 'recompute'      # how a request gives its memory back: recompute, or swap to the host
     victim:Any = 'youngest'           # who gives it back: a rule by name, or a function of a request; the largest goes
     swap_mb:float|None = None         # host memory for swapping in MB; None: as much as the KV pool
     watermark:float = 0.01            # share of the pool that stays free when a request joins others
-    reserve_max:bool = False          # take blocks for the longest possible answer when joining: nothing is ever preempted
+    reserve_max:bool = False          # take blocks for the longest answer when joining: nothing is ever preempted
     prefix_caching:bool = True        # share the blocks of equal beginnings
     force_preempt:Any = None          # for teaching and tests: every k steps, or {request_id: step}
     load_format:str = 'auto'          # dummy: random weights, only the configuration is read
@@ -206,10 +206,11 @@ class EngineConfig:
         _check_sizes(self)
         _check_choices(self)
 
-# %% ../nbs/00_params.ipynb #4ddf0908
+# %% ../nbs/00_params.ipynb #771cb496
 def _check_sizes(c:EngineConfig):
     "Raise `ParamError` for a number that can't stand so"
-    for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size'): check_whole(k, getattr(c, k), 1, 'an integer from 1 up')
+    for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size'):
+        check_whole(k, getattr(c, k), 1, 'an integer from 1 up')
     for k in ('max_model_len', 'num_blocks'):
         if getattr(c, k) is not None: check_whole(k, getattr(c, k), 1, 'an integer from 1 up, or None')
     for k in ('kv_cache_mb', 'swap_mb'):
@@ -228,6 +229,7 @@ def _check_choices(c:EngineConfig):
         if getattr(c, k) not in names: raise ParamError(k, f"{k}={getattr(c, k)!r}: must be {' or '.join(names)}")
     dtypes = 'auto', 'float32', 'bfloat16', 'float16'
     if c.dtype not in dtypes: raise ParamError('dtype', f"dtype={c.dtype!r}: must be one of {', '.join(dtypes)}")
-    for k in ('check', 'reserve_max', 'prefix_caching', 'cuda_graphs', 'lean', 'compile', 'warmup'): _check_bool(k, getattr(c, k))
+    for k in ('check', 'reserve_max', 'prefix_caching', 'cuda_graphs', 'lean', 'compile', 'warmup'):
+        _check_bool(k, getattr(c, k))
     if not isinstance(c.device, str) and type(c.device).__name__ != 'device':
         raise ParamError('device', f"device={c.device!r}: must be auto, cpu, cuda, mps ...")

@@ -39,7 +39,8 @@ class CachingAllocator(BlockAllocator):
     def allocate(self, n:int)->list[int]:
         "Take `n` free blocks, oldest first; they lose their names"
         if n > len(self.free_ids):
-            raise OutOfBlocks(f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}: raise num_blocks or lower max_num_seqs")
+            lack = f"need {n} blocks, {len(self.free_ids)} free of {self.num_blocks}"
+            raise OutOfBlocks(f"{lack}: raise num_blocks or lower max_num_seqs")
         ids = [self.free_ids.popitem(last=False)[0] for _ in range(n)]
         for b in ids:
             self.refs[b] = 1
