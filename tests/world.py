@@ -22,7 +22,7 @@ class Memory:
 
     def execute(self, plan):
         self.move(plan)
-        todo = [(s, s.request, s.request.num_computed_tokens) for s in plan.scheduled]
+        todo = [(s, s.request, s.start) for s in plan.scheduled]
         for s, r, start in todo:
             for pos, slot in enumerate(slot_mapping(r.block_table, start, start + s.num_tokens, self.bs), start):
                 assert self.pool.refs[slot // self.bs] == 1, f'{r.request_id} writes into a block that others hold'
