@@ -56,7 +56,7 @@ hooks: $(READY)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" nbdev_install_hooks
 
 clean:
-	rm -rf _docs _proc build dist *.egg-info nbdev.yml sidebar.yml .pytest_cache .hypothesis
+	rm -rf _docs _proc build dist *.egg-info nbdev.yml sidebar.yml .pytest_cache .hypothesis .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .PHONY: help demo test test-all docs nbs bench records hooks clean

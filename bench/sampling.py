@@ -6,7 +6,9 @@ import argparse, json, os, platform, random, sys, time
 from pathlib import Path
 import torch, transformers
 from cbatch import SamplingParams
-from cbatch.sampling import FAST, SamplerState, _sample_native, _sample_torch
+from cbatch.drawing import sample_torch
+from cbatch.sampler import FAST, sample_native
+from cbatch.sampling import SamplerState
 
 KINDS = {'greedy': dict(temperature=0), 'temperature': dict(temperature=.8), 'top_k': dict(top_k=40), 'top_p': dict(temperature=.7, top_p=.9), 'min_p': dict(min_p=.05),
          'top_k, top_p and penalty': dict(temperature=.8, top_k=50, top_p=.95, repetition_penalty=1.1),
@@ -41,7 +43,7 @@ def main():
     x = logits(a)
     work = {'softmax (torch)': lambda y: y.softmax(-1), 'argmax (torch)': lambda y: y.argmax(-1), 'sort (torch)': lambda y: y.sort(-1)}
     os.environ['CBATCH_NATIVE'] = '1'; FAST.build()
-    ways = dict(torch=_sample_torch) | (dict(native=lambda y, s: _sample_native(FAST.lib, y, s)) if FAST.lib else {})
+    ways = dict(torch=sample_torch) | (dict(native=lambda y, s: sample_native(FAST.lib, y, s)) if FAST.lib else {})
     for name, kinds in {'mixed': list(KINDS.values()), **{k: [v] for k, v in KINDS.items()}}.items():
         for way, f in ways.items(): work[f'{name} ({way})'] = lambda y, f=f, s=requests(kinds, a): f(y, s)
     best = dict.fromkeys(work, float('inf'))

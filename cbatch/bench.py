@@ -561,7 +561,7 @@ def time_scheduler(
     def step(sampled): plan = s.schedule(); s.update(plan, StepOutput(sampled)); return plan
     s.explain = False
     while len(s.running) < running or any(r.num_left > 1 for r in s.running):
-        plan = s.schedule(); s.update(plan, StepOutput({x.request.request_id: 1 for x in plan.scheduled if x.samples}))
+        plan = s.schedule(); s.update(plan, StepOutput({x.request.request_id: 1 for x in plan.scheduled if x.rows}))
     s.explain, best = explain, math.inf
     for _ in range(repeats):
         sampled = [{r.request_id: 1 for r in s.running} for _ in range(steps)]

@@ -7,11 +7,10 @@ __all__ = ['BlockAllocator', 'BlockManager', 'Found', 'slot_mapping']
 
 # %% ../nbs/04_kv_blocks.ipynb #278adc70
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fastcore.basics import patch
-from .core import Plan, Reason, Request
-from .params import OutOfBlocks, cdiv
+from .core import Request
+from .params import cdiv, OutOfBlocks
 
 # %% ../nbs/04_kv_blocks.ipynb #d666a542
 class BlockAllocator:
@@ -132,10 +131,13 @@ class Found:
 
 @patch
 def find(self:BlockManager, request:Request)->Found: return Found()               # what is there of a waiting request
+
 @patch
 def claim(self:BlockManager, request:Request, found:Found, plan:Plan): pass       # it joins with that
+
 @patch
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
+
 @patch
 def forget(self:BlockManager, request:Request): pass   # what its blocks hold is not to be trusted
 

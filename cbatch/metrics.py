@@ -11,8 +11,9 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from html import escape
+from typing import Any
 from fastcore.basics import patch
-from .core import Plan, RequestMetrics, StepOutput
+from .core import Plan, Request, RequestMetrics, RequestOutput, StepOutput
 from .params import cdiv
 from .trace import Trace
 
@@ -29,20 +30,20 @@ def e2e_s(m:RequestMetrics)->float|None:
     "From arrival to the end, in seconds; None while it runs"
     return None if m.finished_at is None else m.finished_at - m.arrival
 
-def itls_s(m:RequestMetrics)->list:
+def itls_s(m:RequestMetrics)->list[float]:
     "The gaps between neighbouring tokens, in seconds"
     return [b - a for a,b in zip(m.token_times, m.token_times[1:])]
 
 def tpot_s(m:RequestMetrics)->float|None:
     "Mean gap after the first token, (E2E - TTFT) / (n - 1), in seconds; None under two tokens"
-    n = len(m.token_times)
-    return (e2e_s(m) - ttft_s(m)) / (n - 1) if n > 1 and m.finished_at is not None else None
+    n, first, end = len(m.token_times), ttft_s(m), e2e_s(m)
+    return None if n < 2 or first is None or end is None else (end - first) / (n - 1)
 
 # %% ../nbs/12_metrics.ipynb #12965855
 def percentile(
-    xs:list,  # numbers, in any order
-    q:float,  # 0 to 100
-)->float|None:  # None of nothing
+    xs:list[float], # in any order
+    q:float,        # 0 to 100
+)->float|None:      # None of nothing
     "Linear between the two nearest ranks, as numpy's default"
     if not xs: return None
     xs, k = sorted(xs), (len(xs) - 1) * q / 100
@@ -65,7 +66,7 @@ class EngineCounters:
     num_recomputed_tokens:int = 0 # of ended requests
     num_cached_tokens:int = 0     # of ended requests
     num_swapped_blocks:int = 0    # copied to the host or back
-    finished:Counter = field(default_factory=Counter)  # finish reason -> requests
+    finished:Counter[str] = field(default_factory=Counter)  # finish reason -> requests
     num_running:int = 0           # in the last step
     num_waiting:int = 0           # in the last step
 
@@ -74,7 +75,7 @@ class EngineCounters:
         "Sampled tokens / (max_num_seqs x steps)"
         return self.num_sampled_tokens / self.num_slot_steps if self.num_slot_steps else 0.
 
-    def as_dict(self)->dict:
+    def as_dict(self)->dict[str, Any]:
         return {**asdict(self), 'finished': dict(self.finished), 'slot_utilisation': self.slot_utilisation}
 
 # %% ../nbs/12_metrics.ipynb #7cf2112f
@@ -87,9 +88,9 @@ def count(self:EngineCounters,
     "Add one step, from what was planned and what came of it alone"
     self.num_steps += 1
     self.num_slot_steps += max_num_seqs
-    num_sampling = sum(s.request.request_id in out.sampled for s in plan.scheduled)
-    self.num_sampled_tokens += sum(len(out.sampled.get(s.request.request_id, ())) for s in plan.scheduled)
-    self.num_prefilling += len(plan.scheduled) - num_sampling
+    tokens = [len(out.sampled.get(s.request.request_id, ())) for s in plan.scheduled]
+    self.num_sampled_tokens += sum(tokens)
+    self.num_prefilling += tokens.count(0)
     self.num_idle += max_num_seqs - len(plan.scheduled)
     for s in plan.scheduled:
         num_prompt = min(s.num_tokens, max(0, len(s.request.prompt_ids) - s.start))
@@ -101,24 +102,25 @@ def count(self:EngineCounters,
     self.num_running, self.num_waiting = len(plan.scheduled), plan.num_waiting
 
 @patch
-def finish(self:EngineCounters, request):
+def finish(self:EngineCounters, request:Request):
     "Add a request that has ended, however it did"
-    self.finished[request.finish_reason] += 1
+    self.finished[str(request.finish_reason)] += 1
     self.num_recomputed_tokens += request.num_recomputed_tokens
     self.num_cached_tokens += request.num_cached_tokens
 
 # %% ../nbs/12_metrics.ipynb #c212a7f1
 def summarize(
-    outputs:list,   # finished RequestOutputs
-    wall_s:float,   # s, how long the run took
+    outputs:list[RequestOutput], # finished ones
+    wall_s:float,                # s, how long the run took
     counters:EngineCounters|None=None,  # of an engine that served nothing else
-)->dict:            # times in seconds; None where nothing was measured
+)->dict[str, Any]:               # times in seconds; None where nothing was measured
     "A run in numbers"
     good = [o for o in outputs if not o.error and all(c.finish_reason in ('stop', 'length') for c in o.outputs)]
     num_tokens = sum(len(c.token_ids) for o in good for c in o.outputs)
-    res = dict(wall_s=wall_s, num_requests=len(outputs), num_failed=len(outputs) - len(good),
-               num_output_tokens=num_tokens, tokens_per_s=num_tokens / wall_s if wall_s else None)
-    ms = [o.metrics for o in good]
+    res:dict[str, Any] = dict(
+        wall_s=wall_s, num_requests=len(outputs), num_failed=len(outputs) - len(good),
+        num_output_tokens=num_tokens, tokens_per_s=num_tokens / wall_s if wall_s else None)
+    ms = [o.metrics for o in good if o.metrics]
     for name, f in dict(queue=queue_s, ttft=ttft_s, tpot=tpot_s, e2e=e2e_s).items():
         xs = [x for m in ms if (x := f(m)) is not None]
         for q in (50, 95, 99): res[f'{name}_p{q}_s'] = percentile(xs, q)
@@ -149,7 +151,7 @@ ROWS = [  # key, label, format, definition
 # %% ../nbs/12_metrics.ipynb #06ff5e65
 class Comparison:
     "Runs side by side, with definitions; shows itself as text and as HTML"
-    def __init__(self, runs:dict):
+    def __init__(self, runs:dict[str, dict[str, Any]]):
         self.names = list(runs)
         self.rows = [(label, [format(r[k], f) if r.get(k) is not None else '-' for r in runs.values()], what)
                      for k,label,f,what in ROWS if any(r.get(k) is not None for r in runs.values())]
@@ -171,17 +173,17 @@ class Comparison:
                 f"<details><summary>Definitions</summary><small>{head}</small></details>")
 
 def compare(
-    runs:dict,  # name -> what `summarize` returned
+    runs:dict[str, dict[str, Any]], # name -> what `summarize` returned
 )->Comparison:
     "A table of runs, one column each"
     return Comparison(runs)
 
 # %% ../nbs/12_metrics.ipynb #aebc41ed
 def token_times(
-    chunks:list,  # (s, tokens) of each chunk of a stream, in order
-)->list:          # s, one per token
+    chunks:list[tuple[float, int]], # (s, tokens) of each chunk of a stream, in order
+)->list[float]:                     # s, one per token
     "When each token came, if they came in chunks"
-    times = []
+    times:list[float] = []
     for t, n in chunks:
         last = times[-1] if times else t
         times += [last + (t - last) * (i + 1) / n for i in range(n)]
@@ -190,16 +192,18 @@ def token_times(
 _SLOS = dict(ttft=ttft_s, tpot=lambda m: (tpot_s(m) or 0.) if m.token_times else None, e2el=e2e_s)
 
 def goodput(
-    requests:list,     # RequestMetrics of everybody who was sent; None for one that failed
-    slos:dict,         # of ttft, tpot, e2el: limits in ms
-    duration_s:float,  # s, how long the run took
-)->dict:
+    requests:list[RequestMetrics|None], # of everybody who was sent; None for one that failed
+    slos:dict[str, float],              # of ttft, tpot, e2el: limits in ms
+    duration_s:float,                   # s, how long the run took
+)->dict[str, Any]:
     "Requests that met all limits, per second and as a share of all; the share that met each"
     for k, v in slos.items():
-        if k not in _SLOS or not v > 0: raise ValueError(f"goodput {k}:{v}: give limits above 0 ms for {', '.join(_SLOS)}")
+        if k in _SLOS and v > 0: continue
+        raise ValueError(f"goodput {k}:{v}: give limits above 0 ms for {', '.join(_SLOS)}")
     def met(m, k): return m is not None and (x := _SLOS[k](m)) is not None and x * 1000 <= slos[k]
     good, n = sum(all(met(m, k) for k in slos) for m in requests if m is not None), max(1, len(requests))
-    return dict(request_goodput=good / duration_s if duration_s else 0., slo_attainment=good / n, slo_attainment_by={k: sum(met(m, k) for m in requests) / n for k in slos})
+    by = {k: sum(met(m, k) for m in requests) / n for k in slos}
+    return dict(request_goodput=good / duration_s if duration_s else 0., slo_attainment=good / n, slo_attainment_by=by)
 
 # %% ../nbs/12_metrics.ipynb #5056191f
 def head_of_line_s(

@@ -22,7 +22,7 @@ class Static(Policy):
         self.owed:list[int] = []          # tokens of padding to compute, of each prompt
 
     def close(self, s:Scheduler, now:float)->Reason|None: return Reason(Why.CLOSED) if s.running else None
-    def starts(self, r:Request, num_tokens:int)->bool: return True   # it belongs to the batch even if its prompt's turn comes later
+    def starts(self, r:Request, num_tokens:int)->bool: return True   # its prompt's turn may come later
     def reserve(self, s:Scheduler, r:Request)->int: return len(r.prompt_ids) + r.max_tokens
 
     def turns(self, s:Scheduler, plan:Plan)->Turns:

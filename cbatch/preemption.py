@@ -16,11 +16,15 @@ from .roster import Recompute, Roster
 
 # %% ../nbs/08_preemption.ipynb #4df39b1c
 def youngest(r:Request)->Any: return r.age                                 # waited least
-def most_blocks(r:Request)->Any: return len(r.block_table), r.age          # frees most
-def least_progress(r:Request)->Any: return -len(r.output_ids), r.age       # loses least
-def lowest_priority(r:Request)->Any: return r.priority, r.age              # matters least: smaller numbers are more urgent
 
-VICTIMS:dict[str, Callable[[Request], Any]] = dict(youngest=youngest, most_blocks=most_blocks, least_progress=least_progress, lowest_priority=lowest_priority)
+def most_blocks(r:Request)->Any: return len(r.block_table), r.age          # frees most
+
+def least_progress(r:Request)->Any: return -len(r.output_ids), r.age       # loses least
+
+def lowest_priority(r:Request)->Any: return r.priority, r.age              # matters least: small is urgent
+
+_RULES = youngest, most_blocks, least_progress, lowest_priority
+VICTIMS:dict[str, Callable[[Request], Any]] = {f.__name__: f for f in _RULES}
 
 # %% ../nbs/08_preemption.ipynb #d0930f72
 class Preempt(Recompute):
@@ -75,13 +79,15 @@ def resume(self:Swap, s:Roster, r:Request, plan:Plan):
     if not r.host_table: return
     s.blocks.grow(r, len(r.host_table) * s.blocks.block_size)
     plan.swap_in += zip(r.host_table, r.block_table)
-    self.host.free(r.host_table); r.host_table = []
+    self.host.free(r.host_table)
+    r.host_table = []
 
 @patch
 def forget(self:Swap, r:Request):
     "What the host keeps of `r` is not needed, or void"
     if not r.host_table: return
-    self.host.free(r.host_table); r.host_table = []
+    self.host.free(r.host_table)
+    r.host_table = []
     r.num_recomputed_tokens += r.num_computed_tokens
     r.num_computed_tokens = 0
 

@@ -8,9 +8,9 @@ __all__ = ['WORTH_WAITING', 'block_hash', 'root', 'CachingAllocator', 'PrefixBlo
 # %% ../nbs/09_prefix_caching.ipynb #bb8e98f5
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from fastcore.basics import patch
 from hashlib import blake2b
-from collections.abc import Iterable
 from .core import Plan, Reason, Request, Status, Why
 from .kv_blocks import BlockAllocator, BlockManager, Found
 from .params import OutOfBlocks

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TYPES', 'LIMITS', 'APIS', 'FIELDS', 'ROLES', 'KINDS', 'DONE', 'PING', 'ROUTES', 'ProtocolError', 'refuse', 'sanitise',
-           'quote', 'parse_json', 'Field', 'fields', 'read_fields', 'unknown', 'Ask', 'refusal', 'read_request',
-           'fitted', 'shown', 'score', 'chat_logprobs', 'text_logprobs', 'Head', 'usage', 'Chunks', 'dumps', 'frame',
-           'failure', 'schema', 'openapi']
+           'quote', 'parse_json', 'Field', 'fields', 'check_whole', 'check_number', 'read_fields', 'unknown', 'Ask',
+           'refusal', 'read_request', 'fitted', 'shown', 'score', 'chat_logprobs', 'text_logprobs', 'Head', 'usage',
+           'Chunks', 'dumps', 'frame', 'failure', 'schema', 'openapi']
 
 # %% ../nbs/19_protocol.ipynb #6e6510d9
 import json, math, re, reprlib, time, uuid

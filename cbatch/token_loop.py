@@ -10,7 +10,8 @@ import inspect, torch
 from dataclasses import dataclass
 from .params import check_ids, RequestFailed, SamplingParams
 from .model import CausalLM
-from .sampling import SamplerState, bad_word_ids, sample
+from .sampler import sample
+from .sampling import SamplerState, bad_word_ids
 from .text import cut_at_stop, decode
 
 # %% ../nbs/02_token_loop.ipynb #e605ad24
@@ -61,7 +62,7 @@ def generate_ref(
         logits = cached(torch.tensor([new], device=model.device))
         top = logits[0].float().topk(2).values; margins.append(float(top[0] - top[1]))
         chosen = sample(logits, [state])
-        if chosen.errors: raise RequestFailed(chosen.errors[0])
+        if chosen.errors: raise RequestFailed(chosen.errors[0].text)
         logprobs += chosen.logprobs.values(); out += chosen.ids; new = chosen.ids
         if new[0] in ends: why = 'stop'; break
         if params.stop and len(out) > params.min_tokens and cut_at_stop(text(), params.stop, after=after)[1]: why = 'stop'; break

@@ -5,10 +5,10 @@ from transformers import PreTrainedTokenizerFast
 from cbatch import CapacityError, SamplingParams
 from cbatch.model import CausalLM, tiny_lm
 from cbatch.token_loop import generate_ref
+from ask import sp
 from harness import quiet
 
 NEXT = [9, 8, 7]
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=12, ignore_eos=True) | kw)
 def solo(tiny, prompt, params): return generate_ref(tiny, prompt, params)
 def one(llm, prompt, params): return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
 

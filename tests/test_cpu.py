@@ -15,6 +15,7 @@ from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attent
 from cbatch.ragged_batch import pack
 from cbatch.runner import ModelRunner
 from cbatch.token_loop import generate_ref
+from ask import sp
 from harness import quiet
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
@@ -27,7 +28,6 @@ def native(monkeypatch):
     yield
     forget()
 
-def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=torch.float32, seed=0):
     "Largest difference between a backend and the formula in float64; every slot that nobody owns holds NaN"

@@ -6,11 +6,11 @@ from cbatch import LLM, RequestFailed, SamplingParams
 from cbatch.model import byte_tokenizer, tiny_lm
 from cbatch.text import Detokenizer
 from cbatch.token_loop import cut_at_stop, generate_ref
+from ask import sp
 from harness import quiet
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
 
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=12, ignore_eos=True) | kw)
 def ids(outs): return [o.outputs[0].token_ids for o in outs]
 def solo(tiny, prompt, params=None): return generate_ref(tiny, prompt, params or sp()).token_ids
 def works(llm, tiny):
@@ -155,7 +155,7 @@ def test_prompt_scores_of_a_broken_model(engine, tiny, monkeypatch):
     def spoil(want, logits):
         logits[[i for i, w in enumerate(want) if w.scores and w.request.prompt_ids[0] == 3 and w.position == 5]] = nan
     spoilt(llm, monkeypatch, spoil)
-    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    params = sp(4, prompt_logprobs=1)
     bad, good = llm.add([3] * 20, params), llm.add([4] * 9, params)
     outs = {o.request_id: o for _ in range(12) for o in llm.step()}
     assert outs[bad].outputs[0].finish_reason == 'error' and 'NaN' in outs[bad].error

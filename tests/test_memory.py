@@ -9,6 +9,7 @@ from cbatch.prefix_caching import PrefixBlocks
 from cbatch.preemption import VICTIMS
 from cbatch.scheduler import Scheduler
 from cbatch.token_loop import generate_ref
+from ask import sp
 from world import World, run_world
 
 class Machine(RuleBasedStateMachine):
@@ -49,7 +50,7 @@ def test_worlds(start):
 
 # --- the real engine
 
-P = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+P = sp(14)
 
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
 @pytest.mark.parametrize('k', [1, 3, 4, 5])
@@ -105,7 +106,7 @@ def test_a_prefix_that_is_not_computed_yet(tiny):
 
 def test_forks(tiny):
     "n = 4: four samples, the set repeats, sample i depends neither on n nor on company; the prompt is stored once"
-    prompt, p = list(range(10)), lambda n: SamplingParams(temperature=1, seed=7, n=n, max_tokens=8, ignore_eos=True)
+    prompt, p = list(range(10)), lambda n: sp(8, temperature=1, seed=7, n=n)
     def run(n, company=0, **kw):
         with LLM(tiny, block_size=4, num_blocks=60, max_num_seqs=8, check=True, **kw) as llm:
             for i in range(company): llm.add([i + 1] * 5, SamplingParams(temperature=1, seed=i, max_tokens=20))

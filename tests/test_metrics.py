@@ -19,7 +19,8 @@ def test_every_slot_step_is_counted_once(policy, seed):
     assert c.num_sampled_tokens + c.num_prefilling + c.num_idle == c.num_slot_steps == 4 * c.num_steps == 4 * len(trace)
     assert c.num_prompt_tokens + c.num_decode_tokens == sum(s[1] for s in shares)
     assert c.num_sampled_tokens == sum(s[3] for s in shares)
-    assert c.num_padding_tokens == sum(n for rec in trace for n,_ in rec.padding) and (policy != 'vllm' or not c.num_padding_tokens)
+    assert c.num_padding_tokens == sum(n for rec in trace for n,_ in rec.padding)
+    assert policy != 'vllm' or not c.num_padding_tokens
     assert c.num_preemptions == sum(len(rec.preempted) for rec in trace)
     assert 0 < c.slot_utilisation <= 1 and c.as_dict()['slot_utilisation'] == c.slot_utilisation
 

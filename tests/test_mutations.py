@@ -2,7 +2,7 @@
 import inspect
 from dataclasses import replace
 import pytest
-import cbatch.paged_attention, cbatch.ragged_batch, cbatch.runner, cbatch.sampling
+import cbatch.drawing, cbatch.paged_attention, cbatch.ragged_batch, cbatch.runner
 from cbatch import LLM
 from cbatch.core import Reason, Status, Why
 from cbatch.kv_blocks import BlockAllocator, BlockManager
@@ -56,8 +56,8 @@ def padding_writes_into_block_1(put):
 
 @fault()
 def row_instead_of_seed(put):
-    old = cbatch.sampling.uniform
-    put(cbatch.sampling, 'uniform', lambda seeds, *args: old(list(range(len(seeds))), *args))
+    old = cbatch.drawing.uniform
+    put(cbatch.drawing, 'uniform', lambda seeds, *args: old(list(range(len(seeds))), *args))
 
 @fault()
 def logits_of_the_row_before(put):

@@ -1,14 +1,17 @@
 "The metrics page: names, buckets, labels, values that agree with the engine; two engines in one process; a dashboard whose every query finds something"
 import asyncio, gc, json, re, threading, weakref
+from functools import partial
 from pathlib import Path
 import pytest
 pytest.importorskip('prometheus_client')
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from cbatch import SamplingParams
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import StepRecord
 from cbatch.prometheus import ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets, why_waiting
+from ask import sp
+
+sp = partial(sp, max_tokens=6)
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = '''num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total request_success_total time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
@@ -16,7 +19,6 @@ e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seco
 num_preemptions_total request_num_preemptions prefix_cache_queries_total prefix_cache_hits_total request_inference_time_seconds request_params_n request_params_max_tokens num_requests_waiting_by_reason admission_rejections_total
 corrupted_requests_total cache_config_info'''.split()
 
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=6, ignore_eos=True) | kw)
 def families(page): return {s.name: f for f in text_string_to_metric_families(page.decode()) for s in f.samples}
 def serve(llm, visit, compat='cbatch', **kw):
     "Run `visit(AsyncLLM, Exporter)` and return what it returns, and a reader of samples"

@@ -7,16 +7,20 @@ from unittest.mock import patch
 import numpy as np, pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
-from cbatch import LLM, SamplingParams, sampling
+from cbatch import LLM, SamplingParams, drawing, sampler
 from cbatch.params import check_ids, MAX_SCORES
 from cbatch.model import tiny_lm
 from cbatch.native import KERNELS, Native
-from cbatch.sampling import CPP, FAST, Blocks, SamplerState, bad_word_ids, distribution, edit_logits, sample, score, uniform
+from cbatch.drawing import Blocks, score
+from cbatch.sampler import FAST, SAMPLER_CPP, sample
+from cbatch.sampling import SamplerState, bad_word_ids, distribution, edit_logits, uniform
 from cbatch.token_loop import TIE, generate_ref
+from ask import sp
+
+sp = functools.partial(sp, max_tokens=8)
 
 def noise(rows, vocab, seed=0, scale=3.): return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 def chi2_limit(df): return df + 4.5 * math.sqrt(2 * df) + 10      # passed once in some 100,000 tests
-def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=8, ignore_eos=True) | kw)
 
 @functools.cache
 def native():
@@ -28,7 +32,7 @@ def way(request, monkeypatch):
     "The ways to sample; that of a GPU runs on a CPU as well"
     if request.param == 'native' and isinstance(native(), str): pytest.skip(native())
     monkeypatch.setattr(FAST, 'lib', native() if request.param == 'native' else None)
-    if request.param == 'device': monkeypatch.setattr(sampling, '_sample_torch', sampling._sample_device)
+    if request.param == 'device': monkeypatch.setattr(sampler, 'sample_torch', drawing.sample_device)
     return request.param
 
 each_way = pytest.mark.usefixtures('way')
@@ -224,7 +228,7 @@ def test_a_bad_row_has_its_own_error(poison):
 def test_everything_forbidden():
     forbid = SamplerState(SamplingParams(allowed_token_ids=[3, 4], min_tokens=2, logprobs=1), [1], [], stop_ids=[3], bad_words=[[4]])
     got = sample(noise(2, 50), [forbid, SamplerState(SamplingParams(temperature=0))])
-    assert got.ids[0] is None and 'forbid' in got.errors[0] and got.ids[1] == int(noise(2, 50)[1].argmax())
+    assert got.ids[0] is None and 'forbid' in got.errors[0].text and got.ids[1] == int(noise(2, 50)[1].argmax())
 
 def test_a_state_counts_as_it_goes_as_if_made_anew():
     rng, p, said = random.Random(1), SamplingParams(repetition_penalty=1.1, frequency_penalty=.5), []
@@ -303,12 +307,93 @@ def test_rows_that_nobody_asks_for_have_no_logits(engine):
     llm.generate([list(range(20)), [1, 2]], [sp(max_tokens=2, prompt_logprobs=0), sp(max_tokens=2)], use_tqdm=False)
     assert rows == [2, 2, 21, 2]
 
+# --- tokens that nobody has said, and masks
+
+def twins(kw, said, draft, **more):
+    "A state some tokens ahead, and one that is made for the longer answer"
+    make = lambda said: SamplerState(SamplingParams(**kw), PROMPT, said, 7, 2, ENDS, BAD if kw.get('bad_words') else ())
+    return make(list(said)).ahead(draft, **more), make(list(said) + list(draft)).ahead(**more)
+
+@each_way
+@pytest.mark.parametrize('kw', [dict(), dict(temperature=0), *ONE], ids=str)
+def test_a_state_ahead_is_that_of_the_longer_answer(kw):
+    "Every option, and drafts that complete a bad word, reach `min_tokens`, repeat and bring new tokens"
+    for logprobs in (None, 2):
+        for said in ([], SAID, SAID + [2]):
+            for i, draft in enumerate(([], [9], [1, 2], [9, 2, 1, 2], [77, 77, 2])):
+                ahead, made = twins(kw | dict(logprobs=logprobs), said, draft)
+                x = noise(1, 300, i)
+                a, b = x.clone(), x.clone()
+                edit_logits(a, [ahead]); edit_logits(b, [made])
+                assert torch.equal(a, b) and sample(x.clone(), [ahead]) == sample(x.clone(), [made])
+
+@each_way
+@pytest.mark.parametrize('seed', range(6))
+def test_states_ahead_change_nothing_behind(seed):
+    "In any order, some from others, while the answer itself goes on: each is what it would be if made anew"
+    rng, x = random.Random(seed), noise(1, 300, seed)
+    kw = draw_options(rng, 300) | dict(repetition_penalty=1.2, frequency_penalty=.4)
+    said = rng.choices(range(12), k=4)
+    make = lambda out: SamplerState(SamplingParams(**kw), PROMPT, out, 3, 1, ENDS, BAD)
+    real = make(said)
+    for _ in range(12):
+        draft = rng.choices(range(12), k=rng.randint(0, 4))
+        far = real.ahead(draft[:1]).ahead(draft[1:]) if rng.random() < .5 else real.ahead(draft)
+        both = sample(x.repeat(2, 1), [far, real] if rng.random() < .5 else [real.ahead(draft), real])
+        assert both == sample(x.repeat(2, 1), [make(said + draft), make(list(said))])
+        said += rng.choices(range(12), k=rng.randint(0, 2))
+
+def mask_of(ids, vocab):
+    m = np.zeros(-(-vocab // 32), np.uint32)
+    for t in ids: m[t // 32] |= np.uint32(1 << t % 32)
+    return m.view(np.int32)
+
+@each_way
+@pytest.mark.parametrize('vocab', [11, 31, 32, 33, 258, 1000])
+def test_a_mask_is_a_list_of_allowed_tokens(vocab):
+    "With all other options beside it, and with bits set beyond the vocabulary"
+    rng, x = random.Random(vocab), noise(40, vocab, vocab)
+    masked, listed = [], []
+    for i, s in enumerate(crowd(vocab, vocab)):
+        may = rng.sample(range(vocab), rng.choice([1, min(5, vocab), vocab]))
+        if s.params.allowed_token_ids: may = [t for t in s.params.allowed_token_ids if t in may] or may[:0]
+        mask = mask_of(may, vocab)
+        if vocab % 32: mask[-1] |= np.int32(-1 << vocab % 32)
+        masked.append(s.ahead(mask=mask))
+        twin = s.ahead(); twin.allowed = np.array(may or [0], np.int64)
+        if not may: twin.allowed, twin.mask = None, np.zeros_like(mask)
+        listed.append(twin)
+    got = sample(x.clone(), masked)
+    assert got == sample(x.clone(), listed)
+    for i in {*range(40)} - {*got.errors}:
+        a, b = distribution(x[i:i+1], masked[i:i+1]), distribution(x[i:i+1], listed[i:i+1])
+        assert torch.equal(a, b)
+
+@each_way
+def test_a_mask_that_allows_nothing_and_masks_of_the_wrong_length():
+    x, s, free = noise(3, 70), SamplerState(SamplingParams(logprobs=1), seed=1), SamplerState(SamplingParams(temperature=0))
+    got = sample(x.clone(), [free, s.ahead(mask=np.zeros(3, np.int32)), free])
+    assert got.ids[1] is None and 'no token is left' in got.errors[1].text and list(got.errors) == [1]
+    assert got.ids[0] == int(x[0].argmax()) and got.ids[2] == int(x[2].argmax())
+    for bad in (np.zeros(2, np.int32), np.zeros(4, np.int32), np.zeros((1, 3), np.int32), np.zeros(0, np.int32)):
+        with pytest.raises(ValueError, match='a vocabulary of 70 needs 3'): sample(x.clone(), [free, s.ahead(mask=bad), free])
+    full = np.full(3, -1, np.int32)
+    assert sample(x.clone(), [s.ahead(mask=full)] * 3) == sample(x.clone(), [s] * 3)
+
+def test_a_mask_is_read_when_sampled_and_not_carried_on():
+    mask, s = mask_of([3], 70), SamplerState(SamplingParams(temperature=0))
+    held = s.ahead(mask=mask)
+    assert s.mask is None and held.ahead([1]).mask is None
+    for t in (3, 40):
+        mask[:] = mask_of([t], 70)
+        assert sample(noise(1, 70), [held]).ids == [t]
+
 # --- C++ against torch
 
 @contextmanager
 def shifted(d):
     "Torch's way, with random numbers a little off"
-    with patch('cbatch.sampling.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)), patch.object(FAST, 'lib', None): yield
+    with patch('cbatch.drawing.uniform', lambda *key: np.clip(uniform(*key) + d, 0, 1 - 1e-9)), patch.object(FAST, 'lib', None): yield
 
 def near(x, state):
     "Every token that torch's way gives one row if its random numbers, `top_p` or `min_p` are a hundred-thousandth off"
@@ -365,7 +450,7 @@ def test_cpp_is_the_same_on_a_processor_with_small_registers(tmp_path, monkeypat
     "To the bit: nothing is summed in another order or rounded otherwise"
     if isinstance(native(), str): pytest.skip(native())
     for k, v in dict(CBATCH_CACHE=str(tmp_path), CBATCH_NATIVE='1').items(): monkeypatch.setenv(k, v)
-    with patch.dict(KERNELS): (old := Native('old', CPP, FAST.functions, flags=('-march=x86-64', '-O1'))).build()
+    with patch.dict(KERNELS): (old := Native('old', SAMPLER_CPP, FAST.functions, flags=('-march=x86-64', '-O1'))).build()
     for vocab in 258, 5001:
         all_states, x = crowd(5, vocab, 300), noise(300, vocab, 5)
         with patch.object(FAST, 'lib', native()): want = sample(x, all_states)
@@ -383,7 +468,7 @@ def test_the_way_of_a_gpu_reads_once():
     rng, kinds = random.Random(0), [dict(temperature=0), dict(top_k=5), dict(top_p=.7), dict(min_p=.1), dict(presence_penalty=1., logit_bias={3: 2.}), dict(allowed_token_ids=[4, 5]), dict(min_tokens=9)]
     states = [SamplerState(SamplingParams(**k), [1, 2], [3], rng.randrange(99), 0, [0]) for k in kinds * 3]
     tolist, lists = torch.Tensor.tolist, []
-    with patch.object(torch.Tensor, 'tolist', lambda x: (lists.append(x.shape), tolist(x))[1]), Counting(): got = sampling._sample_device(noise(len(states), 300), states)
+    with patch.object(torch.Tensor, 'tolist', lambda x: (lists.append(x.shape), tolist(x))[1]), Counting(): got = drawing.sample_device(noise(len(states), 300), states)
     assert lists == [(2, len(states))] and not reads and not got.errors
 
 def test_cpp_writes_no_token_that_is_not_there():

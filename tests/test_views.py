@@ -4,10 +4,12 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pytest
 from cbatch.metrics import EngineCounters
-from cbatch.views import bars, block_map, compare_timelines, frames, kv_occupancy, player_html, report_html, request_colors, slot_timeline, timeline_svg
+from cbatch.player import frames, player_html, report_html, timeline_svg
+from cbatch.views import bars, block_map, compare_timelines, kv_occupancy, request_colors, slot_timeline
 from test_trace import Crowd, act
 
-EVIL = ['</script><script>alert(1)</script>', '"><img src=x onerror=alert(1)>', "'&amp;<!--", 'DATA KEY TRACK AT) BODY', '$&', '\u2028']
+EVIL = ['</script><script>alert(1)</script>', '"><img src=x onerror=alert(1)>', "'&amp;<!--", 'DATA KEY TRACK AT) BODY',
+        '$&', '\u2028']
 
 def crowd(seed=0, steps=60, evil=False, **kw):
     rng, c = random.Random(seed), Crowd(**{'num_blocks': 14, **kw})

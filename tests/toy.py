@@ -1,4 +1,8 @@
-"A scheduler with a toy model in place of tensors: each slot remembers the token written to it, and the next token is a hash of what is read through the block table"
+"""The toy model in place of tensors, and the scheduler alone with it.
+
+Each slot remembers the token that was written to it, and the next token is a hash of what is read through the block
+table: a wrong table, a stale block or an early reuse becomes a wrong token, or an assertion. INVARIANTS.md says what
+A1, S3 and the others are."""
 import hashlib, random
 from cbatch.core import Request, StepOutput
 from cbatch.params import cdiv, EngineConfig, SamplingParams
@@ -8,29 +12,57 @@ from cbatch.scheduler import Scheduler
 
 def next_token(tokens): return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % 13
 
-def alone(prompt, max_tokens):
-    "The answer of one request, token by token; 0 ends it"
-    ids = list(prompt)
-    while len(ids) < len(prompt) + max_tokens:
-        ids.append(next_token(ids))
-        if not ids[-1]: break
-    return ids[len(prompt):]
+def sample(r, tokens):
+    "What a request says next; the samples of one prompt differ"
+    return next_token([*tokens, r.sample_index] if r.sample_index else tokens)
 
-class ToyRunner:
-    def __init__(self, block_size): self.block_size, self.slots = block_size, {}
+def alone(r):
+    "The whole answer of a request, token by token; 0 ends it"
+    ids = list(r.prompt_ids)
+    while len(ids) < len(r.prompt_ids) + r.max_tokens:
+        ids.append(sample(r, ids))
+        if not ids[-1]: break
+    return ids[len(r.prompt_ids):]
+
+def steps_left(requests, budget):
+    "In how many steps a first-come scheduler is done with some requests, at the latest (S6)"
+    return sum(cdiv(r.num_tokens + r.max_tokens, budget) + r.max_tokens + 1 for r in requests)
+
+class Memory:
+    "Slots on a device and on a host; each remembers the token and the position that were written there"
+    def __init__(self, pool, block_size): self.pool, self.bs, self.device, self.host = pool, block_size, {}, {}
+
+    def move(self, plan):
+        assert not (plan.swap_out and plan.swap_in), 'a host block could be overwritten before it is read'
+        rows = lambda b: range(b * self.bs, (b + 1) * self.bs)
+        for pairs, src, dst in ((plan.swap_out, self.device, self.host), (plan.swap_in, self.host, self.device),
+                                (plan.copies, self.device, self.device)):
+            for a, b in pairs:
+                for x, y in zip(rows(a), rows(b)): dst[y] = src.get(x)
 
     def execute(self, plan):
+        "The toy model: writes what is scheduled, reads each request's past through its block table, samples"
+        self.move(plan)
         todo = [(s, s.request, s.start) for s in plan.scheduled]
         for s, r, start in todo:
-            where = slot_mapping(r.block_table, start, start + s.num_tokens, self.block_size)
-            for pos, slot in enumerate(where, start): self.slots[slot] = pos, r.tokens(pos, pos + 1)[0]
+            where = slot_mapping(r.block_table, start, start + s.num_tokens, self.bs)
+            for pos, slot in enumerate(where, start): self.write(r, pos, slot)
         out = StepOutput()
         for s, r, start in todo:
             n = start + s.num_tokens
-            read = [self.slots.get(x, (None, None)) for x in slot_mapping(r.block_table, 0, n, self.block_size)]
+            read = [self.device.get(x) for x in slot_mapping(r.block_table, 0, n, self.bs)]
             assert read == list(enumerate(r.tokens(0, n))), f'{r.request_id} reads what is not its own'
-            if s.rows: out.sampled[r.request_id] = [next_token([t for _, t in read])]
+            if s.rows: out.sampled[r.request_id] = [sample(r, [t for _, t in read])]
         return out
+
+    def write(self, r, pos, slot):
+        block, found = slot // self.bs, getattr(self.pool, 'name_of', ())
+        assert self.pool.refs[block] == 1, f'{r.request_id} writes into a block that others hold'
+        assert block not in found, f'{r.request_id} writes into a block that others can find'
+        self.device[slot] = pos, r.tokens(pos, pos + 1)[0]
+
+def draw_policy(rng):
+    return rng.choice(['vllm', 'vllm', Static(True), Static(False), Dynamic(2, pad=rng.random() < .5)])
 
 class Crowd:
     "Requests that come, go and are aborted at random, between two checks"
@@ -39,10 +71,12 @@ class Crowd:
         bs, self.now, self.all, self.said = rng.choice([1, 2, 3, 4]), 0., [], {}
         self.cfg = EngineConfig(block_size=bs, num_blocks=rng.randint(2, 12), max_num_seqs=rng.randint(1, 6),
                                 max_num_batched_tokens=rng.randint(1, 12))
-        policy = policy or rng.choice(['vllm', 'vllm', Static(True), Static(False), Dynamic(2, pad=rng.random() < .5)])
+        policy = policy or draw_policy(rng)
         self.s = Scheduler(self.cfg, BlockManager(self.cfg.num_blocks, bs), get_policy(policy))
-        self.late = rng.choice([0, 0, 9])      # arrivals may be told long after they happened; then nobody is bound by the order of `add`
-        self.runner, self.first_come, self.preempted, self.bound = ToyRunner(bs), self.s.policy.name == 'vllm' and not self.late, 0, 0
+        # arrivals may be told long after they happened; then nobody is bound by the order of `add`
+        self.late = rng.choice([0, 0, 9])
+        self.memory, self.first_come = Memory(self.s.blocks.pool, bs), self.s.policy.name == 'vllm' and not self.late
+        self.preempted = self.bound = 0
 
     @property
     def live(self): return [r for r in self.all if not r.finish_reason]
@@ -50,10 +84,11 @@ class Crowd:
     def add(self):
         rng, room = self.rng, self.cfg.num_blocks * self.cfg.block_size
         n = rng.randint(1, min(rng.choice([3, 10]), room - 1))
-        r = Request(f'r{len(self.all)}', [rng.randrange(13) for _ in range(n)], SamplingParams(), rng.randint(1, min(16, room - n)),
-                    self.now - rng.random() * self.late, len(self.all), stop_ids=frozenset({0}))
+        r = Request(f'r{len(self.all)}', [rng.randrange(13) for _ in range(n)], SamplingParams(),
+                    rng.randint(1, min(16, room - n)), self.now - rng.random() * self.late, len(self.all),
+                    stop_ids=frozenset({0}))
         self.all.append(r); self.said[r] = []; self.s.add(r)
-        self.bound = sum(cdiv(x.num_tokens + x.max_tokens, self.cfg.max_num_batched_tokens) + x.max_tokens + 1 for x in self.live)
+        self.bound = steps_left(self.live, self.cfg.max_num_batched_tokens)
 
     def abort(self):
         r = self.rng.choice(self.all)          # who has ended may be aborted again: nothing happens
@@ -65,20 +100,24 @@ class Crowd:
         s, old, was = self.s, self.live[:1], {r: r.num_preemptions for r in self.live}
         before = [(r.num_computed_tokens, len(r.output_ids)) for r in old]
         plan = s.schedule(self.now)
-        assert plan.num_tokens + plan.num_padding <= self.cfg.max_num_batched_tokens
+        assert plan.num_tokens + plan.num_padding <= self.cfg.max_num_batched_tokens   # S3
         self.preempted += len(plan.preempted)
-        if not plan: assert not self.live or s.next_wakeup > self.now, 'idle for no reason'; return False
-        out = self.runner.execute(plan)
+        if not plan:
+            assert not self.live or s.next_wakeup > self.now, 'idle for no reason'     # S8
+            return False
+        out = self.memory.execute(plan)
         for x in plan.scheduled:
             if x.request.request_id in out.sampled: self.said[x.request] += out.sampled[x.request.request_id]
         done = s.update(plan, out, self.now)
-        assert all(r.output_ids == self.said[r] for r in self.all), 'a token was said twice, or lost'
-        assert all(r.output_ids == alone(r.prompt_ids, r.max_tokens)[:len(r.output_ids)] for r in was), 'not what it says alone'
+        assert all(r.output_ids == self.said[r] for r in self.all), 'a token was said twice, or lost'      # O1
+        assert all(r.output_ids == alone(r)[:len(r.output_ids)] for r in was), 'not what it says alone'    # O2
         assert all(r.finish_reason and not r.block_table for r in done)
         if self.first_come:
-            assert all(r in done or (r.num_computed_tokens, len(r.output_ids)) > b and r.num_preemptions == was[r] for r, b in zip(old, before)), 'the oldest stood still'
+            for r, b in zip(old, before):
+                moved = (r.num_computed_tokens, len(r.output_ids)) > b and r.num_preemptions == was[r]
+                assert r in done or moved, 'the oldest stood still'            # S5
             order = [r.seq for r in [*s.running, *sorted(s.waiting, key=lambda r: r.seq)]]
-            assert order == sorted(order), 'somebody was overtaken'
+            assert order == sorted(order), 'somebody was overtaken'            # S4
         return True
 
     def run(self):
@@ -93,8 +132,8 @@ class Crowd:
         steps = 0
         while self.live:
             steps += self.step(); self.now += 1; self.s.check()
-            assert steps <= self.bound if self.first_come else self.now < 2000, 'starved'
+            assert steps <= self.bound if self.first_come else self.now < 2000, 'starved'      # S6
         assert self.s.blocks.num_free_blocks == self.cfg.num_blocks and not self.s
         for r in self.all:
-            if r.finish_reason != 'abort': assert r.output_ids == alone(r.prompt_ids, r.max_tokens)
+            if r.finish_reason != 'abort': assert r.output_ids == alone(r)
         return self

@@ -1,54 +1,28 @@
-"The memory of an engine under fire: the real scheduler, allocator, prefix cache and preemptors, and a toy model that reads its KV through the block table"
+"""The memory of an engine under fire: the real scheduler, allocator, prefix cache and preemptors on the toy model.
+
+INVARIANTS.md says what A1, S3 and the others are."""
 import random
-from cbatch.core import Request, Status, StepOutput
-from cbatch.params import cdiv, EngineConfig, SamplingParams
-from cbatch.kv_blocks import slot_mapping
+from cbatch.core import Request, Status
+from cbatch.params import EngineConfig, SamplingParams
 from cbatch.policies import get_policy
 from cbatch.preemption import VICTIMS, get_preemptor
 from cbatch.prefix_caching import PrefixBlocks, block_hash, root
 from cbatch.scheduler import Scheduler
-from toy import alone, next_token
-
-class Memory:
-    "Slots on a device and on a host; each remembers the token and the position that were written there"
-    def __init__(self, pool, block_size): self.pool, self.bs, self.device, self.host = pool, block_size, {}, {}
-
-    def move(self, plan):
-        assert not (plan.swap_out and plan.swap_in), 'a host block could be overwritten before it is read'
-        rows = lambda b: range(b * self.bs, (b + 1) * self.bs)
-        for pairs, src, dst in ((plan.swap_out, self.device, self.host), (plan.swap_in, self.host, self.device), (plan.copies, self.device, self.device)):
-            for a, b in pairs:
-                for x, y in zip(rows(a), rows(b)): dst[y] = src.get(x)
-
-    def execute(self, plan):
-        self.move(plan)
-        todo = [(s, s.request, s.start) for s in plan.scheduled]
-        for s, r, start in todo:
-            for pos, slot in enumerate(slot_mapping(r.block_table, start, start + s.num_tokens, self.bs), start):
-                assert self.pool.refs[slot // self.bs] == 1, f'{r.request_id} writes into a block that others hold'
-                assert slot // self.bs not in self.pool.name_of, f'{r.request_id} writes into a block that others can find'
-                self.device[slot] = pos, r.tokens(pos, pos + 1)[0]
-        out = StepOutput()
-        for s, r, start in todo:
-            n = start + s.num_tokens
-            read = [self.device.get(x) for x in slot_mapping(r.block_table, 0, n, self.bs)]
-            assert read == list(enumerate(r.tokens(0, n))), f'{r.request_id} reads what is not its own'
-            if s.rows: out.sampled[r.request_id] = [self.sample(r, [t for _, t in read])]
-        return out
-
-    def sample(self, r, tokens): return next_token([*tokens, r.sample_index]) if r.sample_index else next_token(tokens)
+from toy import Memory, alone, steps_left
 
 class World:
     "A scheduler with its memory, driven from outside; `step` checks everything that must hold"
     def __init__(self, num_blocks=8, block_size=2, max_num_seqs=4, budget=8, policy='vllm', **cfg):
-        self.cfg = EngineConfig(**dict(dict(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, watermark=0.), **cfg))
+        own = dict(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
+                   max_num_batched_tokens=budget, watermark=0.)
+        self.cfg = EngineConfig(**own | cfg)
         blocks = PrefixBlocks(num_blocks, block_size, self.cfg.prefix_caching)
         host = num_blocks if self.cfg.swap_mb is None else int(self.cfg.swap_mb)       # here: blocks
         self.s = Scheduler(self.cfg, blocks, get_policy(policy), get_preemptor(self.cfg, host))
         self.pool, self.memory = blocks.pool, Memory(blocks.pool, block_size)
         self.now, self.all, self.said, self.ends, self.content = 0., [], {}, {}, {}
         self.steps = self.preempted = self.hits = self.swapped = self.forked = 0
-        self.pushed = False                                                      # somebody was preempted without need
+        self.pushed = False     # somebody was preempted without need
 
     @property
     def live(self): return [r for r in self.all if r.status is not Status.FINISHED]
@@ -60,8 +34,10 @@ class World:
         prompt = prompt[:self.room - 1]; max_tokens = min(max_tokens, self.room - len(prompt))
         first = None
         for i in range(n):
-            r = Request(f'r{len(self.all)}', list(prompt), SamplingParams(), max_tokens, arrival=self.now, seq=len(self.all), stop_ids=frozenset({0}),
-                        deadline=None if deadline is None else self.now + deadline, cache_salt=salt, use_cache=use_cache, sample_index=i, fork_of=first)
+            r = Request(f'r{len(self.all)}', list(prompt), SamplingParams(), max_tokens,
+                        arrival=self.now, seq=len(self.all), stop_ids=frozenset({0}),
+                        deadline=None if deadline is None else self.now + deadline,
+                        cache_salt=salt, use_cache=use_cache, sample_index=i, fork_of=first)
             first = first or r; self.forked += i > 0
             self.all.append(r); self.said[r], self.ends[r] = [], 0; self.s.add(r)
 
@@ -83,13 +59,21 @@ class World:
         s, oldest, had = self.s, self.live[:1], {r: r.num_preemptions for r in self.live}
         before = [(r.num_computed_tokens, len(r.output_ids), r.status) for r in oldest]
         plan = s.schedule(self.now); self.now += 1
-        assert plan.num_tokens + plan.num_padding <= self.cfg.max_num_batched_tokens and len(s.running) <= self.cfg.max_num_seqs
+        assert plan.num_tokens + plan.num_padding <= self.cfg.max_num_batched_tokens               # S3
+        assert len(s.running) <= self.cfg.max_num_seqs
         assert len({x.request.request_id for x in plan.scheduled}) == len(plan.scheduled)
-        self.preempted += len(plan.preempted); self.swapped += len(plan.swap_out); self.hits += sum(r.num_computed_tokens > 0 and not plan.swap_in for r in plan.admitted)
-        if not plan: assert not self.live or s.next_wakeup is not None and s.next_wakeup > self.now - 1, 'idle for no reason'; self.check(); return False
+        self.preempted += len(plan.preempted); self.swapped += len(plan.swap_out)
+        self.hits += sum(r.num_computed_tokens > 0 and not plan.swap_in for r in plan.admitted)
+        if not plan:
+            waits = s.next_wakeup is not None and s.next_wakeup > self.now - 1
+            assert not self.live or waits, 'idle for no reason'                                    # S8
+            self.check()
+            return False
         if fails:
-            self.pushed |= bool(plan.swap_in or plan.copies)      # those go back to the queue, past others that joined with them
-            s.undo(plan, moved=False); self.ended(plan.expired); self.check(); return True
+            # who has to be moved goes back to the queue, past others that joined with him
+            self.pushed |= bool(plan.swap_in or plan.copies)
+            s.undo(plan, moved=False); self.ended(plan.expired); self.check()
+            return True
         out = self.memory.execute(plan)
         for x in plan.scheduled:
             if x.request.request_id in out.sampled: self.said[x.request] += out.sampled[x.request.request_id]
@@ -104,59 +88,59 @@ class World:
         "The default policy's own promises"
         if self.s.policy.name != 'vllm' or self.s.preemptor.force: return
         for r, (computed, said, status) in zip(oldest, before):
-            if status is not Status.RUNNING and (self.pushed or self.s.preemptor.why != 'youngest'): continue   # younger ones may hold what it needs
+            # younger ones may hold what it needs
+            if status is not Status.RUNNING and (self.pushed or self.s.preemptor.why != 'youngest'): continue
             moved = r.status is Status.FINISHED or r.num_computed_tokens > computed or len(r.output_ids) > said
-            assert moved and r.num_preemptions == had[r], f'the oldest stood still: {r.request_id}'
+            assert moved and r.num_preemptions == had[r], f'the oldest stood still: {r.request_id}'    # S5
         if self.s.preemptor.why == 'youngest' and not self.pushed:
             order = [r.seq for r in [*self.s.running, *sorted(self.s.waiting, key=lambda r: r.seq)]]
-            assert order == sorted(order), 'somebody was overtaken'
+            assert order == sorted(order), 'somebody was overtaken'                                    # S4
 
     def check(self):
-        self.s.check()
-        assert all(n <= 1 for n in self.ends.values()) and all((n == 1) == (r.status is Status.FINISHED) for r, n in self.ends.items()), 'an end was missed, or told twice'
+        self.s.check()                                                                                 # A1 A2 A3 S1 S2
+        ended = {r: r.status is Status.FINISHED for r in self.ends}
+        assert self.ends == ended, 'an end was missed, or told twice'                                  # O3
         for r in self.all:
-            assert r.output_ids == self.said[r], 'a token was said twice, or lost'
-            assert r.output_ids == self.answer(r)[:len(r.output_ids)], 'not what it says alone'
+            assert r.output_ids == self.said[r], 'a token was said twice, or lost'                     # O1
+            assert r.output_ids == self.answer(r)[:len(r.output_ids)], 'not what it says alone'        # O2
         self.names(); self.host()
 
     def answer(self, r):
         key = tuple(r.prompt_ids), r.max_tokens, r.sample_index
-        if key not in self.content: self.content[key] = alone(r.prompt_ids, r.max_tokens) if not r.sample_index else self.fork_alone(r)
+        if key not in self.content: self.content[key] = alone(r)
         return self.content[key]
 
-    def fork_alone(self, r):
-        ids = list(r.prompt_ids)
-        while len(ids) < len(r.prompt_ids) + r.max_tokens:
-            ids.append(self.memory.sample(r, ids))
-            if not ids[-1]: break
-        return ids[len(r.prompt_ids):]
-
     def names(self):
-        "A block that can be found holds what its name says, and a shared block is full and computed for each of its holders"
+        "A block that can be found holds what its name says; a shared one is full and computed for each of its holders"
         p, bs = self.pool, self.cfg.block_size
         for r in self.s.running:
             for i, b in enumerate(r.block_table):
-                if p.refs[b] > 1: assert (i + 1) * bs <= r.num_computed_tokens, f'block {b} is shared and not full'
+                full = (i + 1) * bs <= r.num_computed_tokens
+                assert full or p.refs[b] == 1, f'block {b} is shared and not full'                     # A4
         chains = {}
         for r in self.all:
             name = root(r.cache_salt); ids = r.prompt_ids + r.output_ids
-            for i in range(len(ids) // bs): name = block_hash(name, ids[i * bs:(i + 1) * bs]); chains[name] = i, ids[i * bs:(i + 1) * bs]
+            for i in range(len(ids) // bs):
+                part = ids[i * bs:(i + 1) * bs]
+                name = block_hash(name, part)
+                chains[name] = i, part
         for b, name in p.name_of.items():
             i, ids = chains[name]
-            assert [self.memory.device.get(b * bs + k) for k in range(bs)] == [(i * bs + k, t) for k, t in enumerate(ids)], f'block {b} is not what its name says'
-        for name, r in self.s.blocks.pending.items(): assert r.status is Status.RUNNING, 'a promise of somebody who does not run'
+            held = [self.memory.device.get(b * bs + k) for k in range(bs)]
+            want = [(i * bs + k, t) for k, t in enumerate(ids)]
+            assert held == want, f'block {b} is not what its name says'                                # A5
+        for r in self.s.blocks.pending.values(): assert r.status is Status.RUNNING, 'a promise of one who does not run'
 
     def host(self):
         "The host's blocks are those of the swapped out, each once"
         h = getattr(self.s.preemptor, 'host', None)
         if h: h.check([r.host_table for r in self.live if r.host_table])
 
-    def bound(self): return sum(cdiv(r.num_tokens + r.max_tokens, self.cfg.max_num_batched_tokens) + r.max_tokens + 1 for r in self.live)
-
     def drain(self):
         "Everybody ends within the bound, answers are whole, and all memory is back"
         self.s.preemptor.force = None
-        limit = self.bound() if self.s.policy.name == 'vllm' else 40 * self.bound() + 400
+        bound = steps_left(self.live, self.cfg.max_num_batched_tokens)                                 # S6
+        limit = bound if self.s.policy.name == 'vllm' else 40 * bound + 400
         for _ in range(limit + 1):
             if not self.live: break
             self.step()
@@ -167,8 +151,9 @@ class World:
 def draw_world(rng):
     "A random configuration"
     mode = rng.choice(['recompute', 'swap'])
-    return World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14), rng.choice(['vllm'] * 4 + ['static', 'dynamic']), preemption=mode,
-                 victim=rng.choice(list(VICTIMS)), swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7, reserve_max=rng.random() < .1)
+    return World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14),
+                 rng.choice(['vllm'] * 4 + ['static', 'dynamic']), preemption=mode, victim=rng.choice(list(VICTIMS)),
+                 swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7, reserve_max=rng.random() < .1)
 
 def live_on(w, rng, events=40):
     "Random events, then the end"
@@ -176,7 +161,8 @@ def live_on(w, rng, events=40):
         x = rng.random()
         if x < .3 or not w.all:
             start = [1, 2, 3, 4, 5, 6][:rng.randint(0, 6)]       # beginnings that many have in common
-            w.add(start + [rng.randrange(1, 13) for _ in range(rng.randint(1, 6))], rng.randint(1, 10), rng.choice([1, 1, 1, 2, 3]), rng.choice([None] * 9 + [3, 12]),
+            own = [rng.randrange(1, 13) for _ in range(rng.randint(1, 6))]
+            w.add(start + own, rng.randint(1, 10), rng.choice([1, 1, 1, 2, 3]), rng.choice([None] * 9 + [3, 12]),
                   rng.choice([None, None, None, 'a']), rng.random() < .9)
         elif x < .36: w.abort(rng.randrange(99))
         elif x < .42: w.preempt(rng.randrange(99))

@@ -1,6 +1,6 @@
 """Check everything, in order, and stop at the first thing that is wrong: python tools/check.py [--all] [STEP ...]
 
-Steps: export clean notebooks tests kernels docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
+Steps: export clean types notebooks tests kernels docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
 import hashlib, os, shutil, subprocess, sys, tempfile, time, venv
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -38,6 +38,11 @@ def export():
 def clean():
     "nbdev_clean leaves no diff"
     with unchanged(NBS, 'The notebooks held what git should not see; they are clean now.'): sh(BIN/'nbdev_clean')
+
+def types():
+    "mypy over the package, its patched methods in their classes"
+    if sys.version_info < (3, 11): return print('skipped: the types of numpy and torch are those of constraints.txt from Python 3.11 on')
+    sh(sys.executable, 'tools/check_types.py')
 
 def notebooks():
     "nbdev_test"
@@ -93,7 +98,7 @@ def wheel():
 
 def main():
     named = [a for a in sys.argv[1:] if not a.startswith('-')]
-    steps = [export, clean, notebooks, tests, kernels, *([outputs] if ALL else []), docs, build, wheel]
+    steps = [export, clean, types, notebooks, tests, kernels, *([outputs] if ALL else []), docs, build, wheel]
     if named: steps = [globals()[n] for n in named]
     start = time.time()
     for i, step in enumerate(steps, 1):

@@ -1,7 +1,8 @@
 """How a notebook becomes a page, for tools/docs.py and for nbdev_docs alike: settings.ini names `page`.
 
 nbdev would hide exported code and run parts of the notebook to describe it. Here the code stays in view, under a heading for each
-name that it defines, and the description comes from the exported module: parameters are a table that opens on a click."""
+name that it defines, and the description comes from the exported module: parameters are a table that opens on a click.
+A cell that holds a string of C++ and nothing else is shown as C++, with the string's name above it."""
 import ast, dataclasses, html, inspect, re
 from importlib import import_module
 from operator import attrgetter
@@ -27,7 +28,7 @@ class page(Processor):
                 defs = c.parsed_()
                 if all(isinstance(o, (ast.Import, ast.ImportFrom)) for o in defs): continue
                 out += [mk_cell(api(module, n), 'markdown') for n in names(defs)]
-            out.append(c)
+            out.append(cpp(c) or c)
         nb.cells = out
 
 flags = lambda cell: getattr(cell, 'directives_', None) or {}
@@ -36,6 +37,14 @@ def names(defs):
     "Public names that statements define; a patched method has its class before it"
     found = [showdoc_nm(o) for o in defs if isinstance(o, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and o.name[0] != '_']
     return [n for n in found if isinstance(n, str)]
+
+CPP = re.compile(r'(?:#\|.*\n)*\s*(\w+ \+?=)(?: ([\w.]+) \+)? r("""|\'\'\')\n(.*?)\3\s*', re.S)
+
+def cpp(cell):
+    "A cell that only gives a name to C++, or adds some to it, as a block of C++; else None"
+    if cell.cell_type != 'code' or not (m := CPP.fullmatch(cell.source)): return None
+    name = f'{m[1]} {m[2]} + ...' if m[2] else f'{m[1]} ...'
+    return mk_cell(f'```{{.cpp filename="{name}"}}\n{m[4].rstrip()}\n```', 'markdown')
 
 def colab(path):
     "The badge that opens a notebook in Colab, with the site's own picture: a page loads nothing from elsewhere"

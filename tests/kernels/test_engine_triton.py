@@ -1,14 +1,14 @@
 "The whole engine on the Triton kernels, interpreted: chunks, preemption, prefix hits and recorded steps, token for token as the oracle"
 import pytest, torch
-from cbatch import LLM, SamplingParams
+from cbatch import LLM
 from cbatch.kernels import triton_backend
 from cbatch.kernels.triton_backend import DecodeGraphs, TritonBackend
 from cbatch.model import tiny_lm
 from cbatch.paged_attention import KVShape
 from cbatch.token_loop import generate_ref
+from ask import sp
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(20, 29)), [5, 6, 7] * 3 + [1]]
-def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 def engine(lm, **kw): return LLM(lm, backend='triton', **dict(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, check=True) | kw)
 def answers(llm, n=5): return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(n), use_tqdm=False)]
@@ -30,7 +30,7 @@ def test_prefix_hits(arch):
     with engine(lm) as llm:
         first, again = answers(llm, 3), answers(llm, 3)
         assert first == again == alone(lm, 3) and llm.metrics['num_cached_tokens'] > 8
-        forked = llm.generate([PROMPTS[0]], SamplingParams(n=2, temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)[0]
+        forked = llm.generate([PROMPTS[0]], sp(3, n=2), use_tqdm=False)[0]
         assert [c.token_ids for c in forked.outputs] == [first[0]] * 2
 
 @pytest.mark.parametrize('arch', ['mistral', 'gemma2'])
