@@ -53,9 +53,9 @@ def bookkeeping(lm=None, running=256, steps=200):
     for caching in (False, True):
         s = Scheduler(EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192), PrefixBlocks(20_000, 16, caching)); s.explain = False
         for i in range(1000): s.add(Request(f'r{i}', [i * 7919 % 50_000 + j for j in range(100)], SamplingParams(), 400, seq=i))
-        for _ in range(10): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: 1 for x in p.scheduled if x.rows}))
+        for _ in range(10): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: [1] for x in p.scheduled if x.rows}))
         start = time.thread_time()
-        for _ in range(steps): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: 1 for x in p.scheduled}))
+        for _ in range(steps): p = s.schedule(); s.update(p, StepOutput({x.request.request_id: [1] for x in p.scheduled}))
         res['caching on' if caching else 'caching off'] = 1000 * (time.thread_time() - start) / steps
     return dict(running=running, ms_per_step=res)
 

@@ -1,8 +1,10 @@
 "Faults to plant into preemption, prefix cache and forks; each is a function that plants it with `put(owner, name, new)`"
 import cbatch.prefix_caching
+from cbatch.core import Why
 from cbatch.kv_blocks import BlockManager, Found
 from cbatch.preemption import Preempt, Swap
 from cbatch.prefix_caching import CachingAllocator, PrefixBlocks
+from cbatch.roster import Roster
 from cbatch.scheduler import Scheduler
 
 FAULTS = {}
@@ -125,7 +127,7 @@ def kv_of_the_swapped_counted_as_lost(put):
     put(Swap, 'preempt', preempt)
 
 @fault
-def failed_step_taken_for_done(put): put(Scheduler, 'undo', lambda self, plan: None)
+def failed_step_taken_for_done(put): put(Roster, 'undo', lambda self, plan, moved: plan)
 
 @fault
 def head_is_the_victim(put):
@@ -137,9 +139,10 @@ def expired_keep_their_blocks(put):
         while self.deadlines and self.deadlines[0][0] <= plan.now:
             r = self.deadlines[0][2]; self.deadlines.pop(0)
             if r in self.running: self.running.remove(r); r.status, r.finish_reason = type(r.status).FINISHED, 'error'; plan.expired.append(r)
-    put(Scheduler, '_expire', expire)
+    put(Roster, 'expire', expire)
 
 @fault
 def newcomers_take_what_is_promised(put):
     old = Scheduler._why_not
-    put(Scheduler, '_why_not', lambda self, r, n, found, promised: None if (why := old(self, r, n, found, promised)) and 'short' in why else why)
+    def why_not(self, r, n, found, plan): return None if (why := old(self, r, n, found, plan)) and why.why is Why.BLOCKS else why
+    put(Scheduler, '_why_not', why_not)

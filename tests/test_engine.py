@@ -1,10 +1,10 @@
 "The engine under bad input, failing parts, interruption and abandonment: what is wrong is refused or ends alone, and nothing stays behind"
-import gc, random, signal, sys, weakref
+import gc, operator, random, signal, sys, weakref
 from pathlib import Path
 import pytest, torch
 from cbatch import LLM, RequestFailed, SamplingParams
-from cbatch.engine import Detokenizer
 from cbatch.model import byte_tokenizer, tiny_lm
+from cbatch.text import Detokenizer
 from cbatch.token_loop import cut_at_stop, generate_ref
 from ask import sp
 from harness import quiet
@@ -105,20 +105,28 @@ def test_bad_models(model):
 
 # --- parts that fail
 
-def failing(llm, monkeypatch, name, when, error):
-    "Let the runner's `name` raise `error` on its call number `when`"
-    old, calls = getattr(llm.runner, name), iter(range(10**6))
+def failing(llm, monkeypatch, when, error):
+    "Let the forward pass raise `error` on its call number `when`"
+    old, calls = llm.runner.executor.forward, iter(range(10**6))
     def f(*args):
         if next(calls) == when: raise error
         return old(*args)
-    monkeypatch.setattr(llm.runner, name, f)
+    monkeypatch.setattr(llm.runner.executor, 'forward', f)
+
+def spoilt(llm, monkeypatch, spoil):
+    "Let `spoil(want, logits)` change what the model gave, row by row, before anybody looks at it"
+    sampler = llm.runner.sampler
+    def look(want, logits):
+        spoil(want, logits)
+        return sampler(want, logits)
+    monkeypatch.setattr(llm.runner, 'sampler', look)
 
 @pytest.mark.parametrize('when', range(6))
 @pytest.mark.parametrize('policy', ['vllm', 'static', 'dynamic'])
 def test_forward_fails(engine, tiny, monkeypatch, when, policy):
     "Each request of that step ends by an error, those behind are served"
     llm = engine(policy=policy, max_num_seqs=2, num_blocks=60)
-    failing(llm, monkeypatch, 'forward', when, RuntimeError('out of memory'))
+    failing(llm, monkeypatch, when, RuntimeError('out of memory'))
     rids = [llm.add(p, sp()) for p in P]
     outs, hit = {}, None
     while llm.has_unfinished:
@@ -134,21 +142,19 @@ def test_forward_fails(engine, tiny, monkeypatch, when, policy):
 
 def test_generate_and_stream_tell_of_a_failure(engine, tiny, monkeypatch):
     llm = engine()
-    failing(llm, monkeypatch, 'forward', 2, ValueError('odd'))
+    failing(llm, monkeypatch, 2, ValueError('odd'))
     with pytest.raises(RequestFailed, match='odd'): llm.generate(P, sp(), use_tqdm=False)
     works(llm, tiny)
-    failing(llm, monkeypatch, 'forward', 2, ValueError('odd'))
+    failing(llm, monkeypatch, 2, ValueError('odd'))
     with pytest.raises(RequestFailed, match='odd'): list(llm.stream(P[0], sp()))
     works(llm, tiny)
 
 def test_prompt_scores_of_a_broken_model(engine, tiny, monkeypatch):
     "A prompt whose scores are not numbers ends by an error in the chunk that shows it, and nobody else does"
     llm = engine(max_num_batched_tokens=16)
-    def forward(batch, old=llm.runner.executor.forward):
-        x = old(batch)
-        x[[len(batch.sampling) + i for i, (r, at) in enumerate(batch.scoring) if r.prompt_ids[0] == 3 and at == 5]] = nan
-        return x
-    monkeypatch.setattr(llm.runner, 'forward', forward)
+    def spoil(want, logits):
+        logits[[i for i, w in enumerate(want) if w.scores and w.request.prompt_ids[0] == 3 and w.position == 5]] = nan
+    spoilt(llm, monkeypatch, spoil)
     params = sp(4, prompt_logprobs=1)
     bad, good = llm.add([3] * 20, params), llm.add([4] * 9, params)
     outs = {o.request_id: o for _ in range(12) for o in llm.step()}
@@ -162,15 +168,12 @@ def test_one_row_of_bad_logits(engine, tiny, monkeypatch, poison, temperature):
     "Its mates keep their tokens, and the next owner of its blocks, whose KV is as bad as it gets, is not poisoned"
     llm, params = engine(num_blocks=14), sp(temperature=temperature, seed=3)
     rids = [llm.add(p, params) for p in P[:3]]
-    forward = llm.runner.executor.forward
-    def spoilt(batch):
-        logits = forward(batch)
-        for i, r in enumerate(batch.sampling):
+    def spoil(want, logits):
+        for i, r in enumerate(w.request for w in want):
             if r.request_id == rids[1] and len(r.output_ids) == 4:
                 logits[i, 7] = poison
                 for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[r.block_table] = nan
-        return logits
-    monkeypatch.setattr(llm.runner, 'forward', spoilt)
+    spoilt(llm, monkeypatch, spoil)
     outs = drain(llm)
     assert outs[rids[1]].outputs[0].finish_reason == 'error' and 'NaN' in outs[rids[1]].error
     for i in (0, 2): assert outs[rids[i]].outputs[0].token_ids == solo(tiny, P[i], params)
@@ -182,7 +185,7 @@ def test_one_text_fails(engine, tiny, monkeypatch):
     llm, push = engine(), Detokenizer.push
     rids = [llm.add(p, sp(), request_id=f'x{i}') for i, p in enumerate(P)]
     def fails(self, output_ids, last=False):
-        if 'x2' in llm.requests and self is llm.requests['x2'][1] and len(output_ids) == 5: raise UnicodeError('no text')
+        if 'x2' in llm.requests and self is llm.requests['x2'].text and len(output_ids) == 5: raise UnicodeError('no text')
         return push(self, output_ids, last)
     monkeypatch.setattr(Detokenizer, 'push', fails)
     outs = drain(llm)
@@ -192,11 +195,12 @@ def test_one_text_fails(engine, tiny, monkeypatch):
 
 # --- interruption
 
-PLACES = ['runner.execute', 'runner.executor.forward', 'scheduler.schedule', 'scheduler.update', '_texts', 'trace.planned', 'trace.executed', 'clock']
+PLACES = ['execute', 'runner.start', 'runner.executor.forward', 'runner.finish', 'scheduler.schedule', 'scheduler.update', '_reports', 'trace.executed', 'clock']
 
 def interrupt(llm, monkeypatch, place, when, after):
     "Ctrl-C before or after a part of step number `when`"
-    owner, name = (llm, place) if '.' not in place else (getattr(llm, place.split('.')[0]), place.split('.')[1])
+    *path, name = place.split('.')
+    owner = operator.attrgetter('.'.join(path))(llm) if path else llm
     old, calls = getattr(owner, name), iter(range(10**6))
     def f(*args, **kw):
         now = next(calls) == when
@@ -230,7 +234,7 @@ def test_interrupted(engine, tiny, monkeypatch, place, after):
 
 def test_interrupted_in_one_of_many_enters(engine, tiny, monkeypatch):
     llm = engine()
-    interrupt(llm, monkeypatch, '_enter', 2, False)
+    interrupt(llm, monkeypatch, 'enter', 2, False)
     with pytest.raises(KeyboardInterrupt): llm.generate(P, sp(), use_tqdm=False)
     works(llm, tiny)
 
@@ -346,7 +350,7 @@ def test_abort(engine, tiny):
     rids = [llm.add(p, sp(max_tokens=20)) for p in (P[0], P[1], P[2], P[3])]
     assert llm.abort(rids[3]) and not llm.abort(rids[3])                                   # waiting
     for _ in range(2): llm.step()
-    r = llm.requests[rids[2]][0]
+    r = llm.requests[rids[2]].request
     assert 0 < r.num_computed_tokens < len(r.prompt_ids) and llm.abort(rids[2])               # mid-prompt
     assert llm.num_free_blocks == 13 - sum(len(r.block_table) for r in llm.scheduler.running)
     assert llm.abort(rids[0]) and not llm.abort('nobody') and not llm.abort(None)              # decoding
@@ -382,7 +386,7 @@ def test_abort_from_inside_the_step(engine, tiny, monkeypatch, policy):
         out = run(plan)
         if llm.metrics['num_steps'] == 3: assert llm.abort(rids[1])
         return out
-    monkeypatch.setattr(llm.runner, 'execute', execute)
+    monkeypatch.setattr(llm, 'execute', execute)
     outs = drain(llm)
     assert rids[1] not in outs or not outs[rids[1]].finished
     assert [outs[rids[i]].outputs[0].token_ids for i in (0, 2)] == [solo(tiny, P[i]) for i in (0, 2)]
@@ -457,7 +461,8 @@ def containers(root):
         if hasattr(x, '__len__'): sizes[path] = len(x)
         if isinstance(x, dict): todo += [(f'{path}[{k if len(x) < 50 else ""}]', v) for k, v in x.items()]
         elif hasattr(x, '__iter__'): todo += [(f'{path}[]', v) for v in x]
-        todo += [(f'{path}.{k}', v) for k, v in vars(x).items()] if hasattr(x, '__dict__') else []
+        slots = [k for c in type(x).__mro__ for k in getattr(c, '__slots__', ()) if k != '__weakref__' and hasattr(x, k)]
+        todo += [(f'{path}.{k}', v) for k, v in [*getattr(x, '__dict__', {}).items(), *((k, getattr(x, k)) for k in slots)]]
     return sizes
 
 def test_nothing_grows_with_the_number_of_served_requests(engine):

@@ -194,10 +194,10 @@ def test_an_exception_in_sampling_ends_one_request(tiny, monkeypatch):
     for bad in range(4):
         with LLM(tiny, block_size=4, num_blocks=40, check=True) as llm:
             real, ids = llm.runner.sampler.state, [llm.add(p, P) for p in prompts]
-            def state(r):
-                if r.request_id == ids[bad] and len(r.output_ids) == 3: raise RuntimeError('cannot sample')
-                return real(r)
-            monkeypatch.setattr(llm.runner, '_state', state)
+            def state(w):
+                if w.request.request_id == ids[bad] and len(w.request.output_ids) == 3: raise RuntimeError('cannot sample')
+                return real(w)
+            monkeypatch.setattr(llm.runner.sampler, 'state', state)
             done = {}
             while llm.has_unfinished: done.update({o.request_id: o for o in llm.step() if o.finished})
             for i, p in zip(ids, prompts):

@@ -7,7 +7,7 @@ from test_trace import Crowd, act
 
 def counted(policy, seed, **kw):
     rng, c, counters = random.Random(seed), Crowd(policy, **kw), EngineCounters()
-    c.on_step = lambda plan, out: counters.count(plan, out, c.cfg.max_num_seqs, len(c.sched.waiting))
+    c.on_step = lambda plan, out: counters.count(plan, out, c.cfg.max_num_seqs)
     for _ in range(120): act(rng, c, reuse=False); c.step()
     return c.trace, counters
 

@@ -30,15 +30,14 @@ class Crowd:
     def step(self, fail=False, abort_inside=None):
         plan = self.sched.schedule(self.now)
         if not plan: self.now += .01; return None
-        self.trace.planned(plan, len(self.sched.waiting))
-        if fail: self.trace.cancel(); return None
-        out = StepOutput({s.request.request_id: 7 for s in plan.scheduled if s.rows})
+        if fail: self.trace.failed(plan); return None
+        out = StepOutput({s.request.request_id: [7] for s in plan.scheduled if s.rows})
         self.on_step(plan, out)
         if abort_inside: self.abort(abort_inside)
         end = self.now + 1
         done = self.sched.update(plan, out, end)
         for r in done: del self.live[r.request_id]
-        rec = self.trace.executed(out, done, self.now, end, self.sched.blocks.num_free_blocks)
+        rec = self.trace.executed(plan, out, done, self.now, end, self.sched.blocks.num_free_blocks)
         self.now = end
         return rec
 
@@ -142,7 +141,7 @@ def test_bad_files_name_the_line(saved):
                 try: load(*map(json.dumps, two))
                 except ValueError as e: refused += 1; assert str(path) in str(e) and 'line' in str(e)
     assert refused > 200
-    for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0], lines[0].replace('"cbatch_trace": 1', '"cbatch_trace": 2')):
+    for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0], lines[0].replace('"cbatch_trace": 2', '"cbatch_trace": 3')):
         path.write_text(text)
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')
