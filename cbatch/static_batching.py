@@ -13,9 +13,9 @@ from .token_loop import CachedModel
 
 # %% ../nbs/03_static_batching.ipynb #e6641378
 def pad_left(
-    prompts:list,  # lists of token ids
-    pad_id:int=0,  # the filler
-)->tuple:          # ids [R, P] and mask [R, P], 1 where a token is real
+    prompts:list[list[int]],            # token ids
+    pad_id:int=0,                       # the filler
+)->tuple[torch.Tensor, torch.Tensor]:   # ids [R, P] and mask [R, P], 1 where a token is real
     "Make prompts a rectangle whose right edge is aligned"
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts])
@@ -26,10 +26,10 @@ def pad_left(
 @dataclass
 class PaddedRun:
     "What a padded batch computed, and what of it was wanted"
-    token_ids:list   # per request
-    num_steps:int    # forward passes
-    prompt_width:int # columns of the padded prompt
-    prompt_lens:list # real ones
+    token_ids:list[list[int]] # per request
+    num_steps:int             # forward passes
+    prompt_width:int          # columns of the padded prompt
+    prompt_lens:list[int]     # real ones
 
     @property
     def slot_steps(self)->int: return len(self.token_ids) * self.num_steps
@@ -45,14 +45,15 @@ class PaddedRun:
 # %% ../nbs/03_static_batching.ipynb #3a93ed83
 def generate_padded(
     model:CausalLM,
-    prompts:list,     # lists of token ids
-    max_tokens:list,  # per request
-    ignore_eos:bool=False,
+    prompts:list[list[int]], # token ids
+    max_tokens:list[int],    # per request
+    ignore_eos:bool=False,   # go on behind an end-of-sequence token
 )->PaddedRun:
     "Greedy generation of a whole batch in a padded rectangle, as transformers' `generate` does it"
     ids, mask = (x.to(model.device) for x in pad_left(prompts))
-    out, live, cached, steps = [[] for _ in prompts], set(range(len(prompts))), CachedModel(model), 0
     pos = (mask.cumsum(-1) - 1).clamp(min=0)
+    cached, live, steps = CachedModel(model), set(range(len(prompts))), 0
+    out:list[list[int]] = [[] for _ in prompts]
     while live:
         tokens, steps = cached(ids, attention_mask=mask, position_ids=pos).argmax(-1), steps + 1
         for r in sorted(live):
@@ -64,8 +65,8 @@ def generate_padded(
 
 # %% ../nbs/03_static_batching.ipynb #f755d650
 def batch_utilisation(
-    output_lens:list, # tokens of each answer
-    batch_size:int,   # requests per batch, taken in order
+    output_lens:list[int], # tokens of each answer
+    batch_size:int,        # requests per batch, taken in order
 )->float:
     "Share of useful slot-steps when batches are closed until their longest answer ends"
     batches = [output_lens[i:i + batch_size] for i in range(0, len(output_lens), batch_size)]
@@ -73,12 +74,12 @@ def batch_utilisation(
 
 # %% ../nbs/03_static_batching.ipynb #050d2b34
 def window_batches(
-    arrivals:list,   # s, in order
-    window:float,    # s that the first of a batch waits for others
-    batch_size:int,  # starts at once when so many are there
-)->list:             # batches as lists of indices
+    arrivals:list[float],  # s, in order
+    window:float,          # s that the first of a batch waits for others
+    batch_size:int,        # starts at once when so many are there
+)->list[list[int]]:        # indices of each batch
     "Group requests by arrival, as a dynamic batcher with an idle machine would"
-    batches = []
+    batches:list[list[int]] = []
     for i, t in enumerate(arrivals):
         if batches and len(batches[-1]) < batch_size and t <= arrivals[batches[-1][0]] + window: batches[-1].append(i)
         else: batches.append([i])

@@ -8,66 +8,72 @@ __all__ = ['TIE', 'CachedModel', 'Reference', 'generate_ref', 'Agreement', 'comp
 # %% ../nbs/02_token_loop.ipynb #d995731e
 import inspect, torch
 from dataclasses import dataclass
+from transformers import DynamicCache
+from .core import Logprob
 from .params import check_ids, RequestFailed, SamplingParams
 from .model import CausalLM
-from .sampler import sample
-from .sampling import SamplerState, bad_word_ids
+from .sampling import SamplerState, bad_word_ids, sample
 from .text import cut_at_stop, decode
 
 # %% ../nbs/02_token_loop.ipynb #e605ad24
 class CachedModel:
     "A model with transformers' own KV cache: feed it tokens, get the logits of the last"
     def __init__(self, model:CausalLM):
-        from transformers import DynamicCache
         self.hf_model, self.cache = model.hf_model, DynamicCache(config=model.hf_model.config)
         names = inspect.signature(self.hf_model.forward).parameters
         self.name = 'cache' if 'cache' in names else 'past_key_values'
 
     @torch.no_grad()
     def __call__(self,
-        input_ids:torch.Tensor, # [R, n], the new tokens of R sequences
-        **kwargs,               # attention_mask, position_ids
-    )->torch.Tensor:            # [R, vocab]
+        input_ids:torch.Tensor,  # [R, n], the new tokens of R sequences
+        **kwargs:torch.Tensor,   # attention_mask, position_ids
+    )->torch.Tensor:             # [R, vocab]
         "Logits after the last of the new tokens"
-        kwargs[self.name] = self.cache
-        return self.hf_model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **kwargs).logits[:, -1]
+        cache = {self.name: self.cache}
+        return self.hf_model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **cache, **kwargs).logits[:, -1]
 
-# %% ../nbs/02_token_loop.ipynb #ebb90145
+# %% ../nbs/02_token_loop.ipynb #3006232c
 @dataclass
 class Reference:
     "What the oracle says"
-    token_ids:list
+    token_ids:list[int]
     text:str
     finish_reason:str
-    margins:list     # gap between the two largest logits at each token; small means: nearly a tie
-    logprobs:list    # {token id: Logprob} of each token, if asked for
+    margins:list[float]  # gap between the two largest logits at each token; small means: nearly a tie
+    logprobs:list[dict[int, Logprob]]  # of each token, if asked for
 
+# %% ../nbs/02_token_loop.ipynb #ebb90145
 def generate_ref(
     model:CausalLM,
-    prompt_ids:list,
+    prompt_ids:list[int],
     params:SamplingParams,
-    seed:int=0,      # used where the params bring none
+    seed:int=0,         # used where the params bring none
     sample_index:int=0, # which of the prompt's answers
 )->Reference:
     "Generate for one request alone, token by token: the oracle"
     check_ids(prompt_ids, params, model.vocab_size)
     limit = params.max_tokens or model.max_len - len(prompt_ids)
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.eos_ids))
-    out, margins, logprobs, cached, new, why, after = [], [], [], CachedModel(model), list(prompt_ids), 'length', 0
-    state = SamplerState(params, prompt_ids, out, seed if params.seed is None else params.seed, sample_index, ends | set(model.eos_ids),
-                         bad_word_ids(params.bad_words, model.tokenizer, model.vocab_size))
+    cached, new, why, after = CachedModel(model), list(prompt_ids), 'length', 0
+    ref = Reference([], '', '', [], [])
+    out, seed = ref.token_ids, seed if params.seed is None else params.seed
+    bad = bad_word_ids(params.bad_words, model.tokenizer, model.vocab_size)
+    state = SamplerState(params, prompt_ids, out, seed, sample_index, ends | set(model.eos_ids), bad)
     text = lambda: decode(model.tokenizer, out, params.skip_special_tokens) if model.tokenizer else ''
-    while len(out) < limit:
+    stops = lambda: params.stop if len(out) > params.min_tokens else ()
+    while len(out) < limit and why == 'length':
         if 0 < len(out) == params.min_tokens: after = len(text().rstrip('\ufffd'))
         logits = cached(torch.tensor([new], device=model.device))
-        top = logits[0].float().topk(2).values; margins.append(float(top[0] - top[1]))
+        top = logits[0].float().topk(2).values
+        ref.margins.append(float(top[0] - top[1]))
         chosen = sample(logits, [state])
-        if chosen.errors: raise RequestFailed(chosen.errors[0].text)
-        logprobs += chosen.logprobs.values(); out += chosen.ids; new = chosen.ids
-        if new[0] in ends: why = 'stop'; break
-        if params.stop and len(out) > params.min_tokens and cut_at_stop(text(), params.stop, after=after)[1]: why = 'stop'; break
-    said = cut_at_stop(text(), params.stop if len(out) > params.min_tokens else (), params.include_stop_str_in_output, after)[0]
-    return Reference(out, said, why, margins, logprobs)
+        if chosen.errors: raise RequestFailed(chosen.errors[0])
+        ref.logprobs += chosen.logprobs.values()
+        out += chosen.ids
+        new = chosen.ids
+        if new[0] in ends or stops() and cut_at_stop(text(), stops(), after=after)[1]: why = 'stop'
+    ref.text, ref.finish_reason = cut_at_stop(text(), stops(), params.include_stop_str_in_output, after)[0], why
+    return ref
 
 # %% ../nbs/02_token_loop.ipynb #76c6fcc0
 TIE = 1e-4   # logits; far above fp32's rounding in these models, far below a wrong token's gap
@@ -76,19 +82,19 @@ TIE = 1e-4   # logits; far above fp32's rounding in these models, far below a wr
 class Agreement:
     "How two answers to one prompt compare"
     equal:bool
-    at:int|None = None      # first token that differs
+    at:int|None = None        # first token that differs
     margin:float|None = None  # gap of the two largest logits there
 
     @property
     def tie(self)->bool: return not self.equal and self.margin is not None and self.margin <= TIE
-    def __bool__(self): return self.equal or self.tie
+    def __bool__(self)->bool: return self.equal or self.tie
 
 @torch.no_grad()
 def compare_tokens(
     model:CausalLM,
-    prompt_ids:list,
-    ours:list,       # token ids
-    ref:list,        # token ids that they should equal
+    prompt_ids:list[int],
+    ours:list[int],
+    ref:list[int],   # tokens that they should equal
 )->Agreement:        # true if equal, or if they part at a tie
     "Compare two greedy answers to one prompt"
     if ours == ref: return Agreement(True)

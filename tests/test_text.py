@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from cbatch import LLM, SamplingParams, tiny_lm
 from cbatch.model import byte_tokenizer
-from cbatch.text import ByteText, Detokenizer, Run, Stops, WindowText, cut_at_stop, decode, encode_chat, vocab_of
+from cbatch.text import ByteText, Detokenizer, ByteRun, Stops, WindowText, cut_at_stop, decode, encode_chat, vocab_of
 
 # ---- tokenizers, one of each kind
 

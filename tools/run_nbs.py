@@ -1,6 +1,7 @@
 """Run notebooks and store what their cells show: python tools/run_nbs.py [nbs/00_core.ipynb ...] [--slow] [--cuda]
 
-A second run changes nothing. A cell flagged for another machine (`tst_flags` in settings.ini) keeps the output that it has, unless its flag is named."""
+A second run changes nothing. A cell flagged for another machine (`tst_flags` in settings.ini) keeps the output that it
+has, unless its flag is named."""
 import os, re, sys, time
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def tidy(cell):
         data = o.get('data', {})
         views = [k for k in data if k.startswith(WIDGET)]
         for k in views: del data[k]
-        if not views or set(data) - {'text/plain'}: keep.append(o)   # a widget's plain text says nothing without its view
+        if not views or set(data) - {'text/plain'}: keep.append(o)   # a widget's text says nothing without its view
     cell.outputs = keep
 
 def run(path, forced=()):
@@ -49,11 +50,12 @@ def run(path, forced=()):
     print(f'{path}: {time.time() - start:.1f} s', flush=True)
 
 def main(*args):
-    for k, v in dict(TRITON_INTERPRET='1', PYTHONHASHSEED='0', SOURCE_DATE_EPOCH='0', PYDEVD_DISABLE_FILE_VALIDATION='1').items():
-        os.environ.setdefault(k, v)
+    usual = dict(TRITON_INTERPRET='1', PYTHONHASHSEED='0', SOURCE_DATE_EPOCH='0', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    for k, v in usual.items(): os.environ.setdefault(k, v)
     root = get_config().config_path
     paths = [Path(a) for a in args if not a.startswith('--')]
-    paths = paths or [p.relative_to(Path.cwd()) for d in ('.', 'nbs', 'kernels') for p in sorted((root/d).glob('*.ipynb'))]
+    every = [p for d in ('.', 'nbs', 'kernels') for p in sorted((root/d).glob('*.ipynb'))]
+    paths = paths or [p.relative_to(Path.cwd()) for p in every]
     for p in paths:
         try: run(p, [a[2:] for a in args if a.startswith('--')])
         except CellExecutionError as e: sys.exit(f'{p}: left as it was\n{e}')
