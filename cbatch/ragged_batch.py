@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
+from .backends import get_backend
 from .core import EngineConfig, Padding, Plan, Request, StepOutput
 from .kernels.lean import lean
 from .kv_blocks import slot_mapping
 from .model import CausalLM, attention_impl
 from .native import build_all
-from .paged_attention import AttnMeta, get_backend, register_attention
+from .paged_attention import AttnMeta, KVShape, register_attention
 from .drawing import score
 from .sampler import sample
 from .sampling import SamplerState
@@ -105,8 +106,8 @@ class ModelRunner:
         self.model, self.config, self.num_blocks = model, config, num_blocks
         register_attention(opaque=config.compile)
         if torch.device(model.device).type == 'cpu': build_all()          # of C++: once on a machine
-        self.backend = get_backend(config.backend, model.device, model.dtype, config.block_size, model.head_dim)(num_blocks, config.block_size, model.num_layers, model.num_kv_heads,
-                                                                              model.head_dim, model.dtype, model.device)
+        shape = KVShape(num_blocks, config.block_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.device)
+        self.backend = get_backend(config.backend, shape)
         self.lean = lean(model, self.backend) if config.lean and not config.compile else None
         self.call = torch.compile(model.hf_model, dynamic=True) if config.compile else model.hf_model
         make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps

@@ -9,7 +9,8 @@ from cbatch.kernels import cpu, lean
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
 from cbatch.native import Native
-from cbatch.paged_attention import AttnMeta, TorchBackend, best_backend, paged_attention_ref
+from cbatch.backends import best_backend
+from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attention_ref
 from cbatch.ragged_batch import ModelRunner, pack
 from cbatch.token_loop import generate_ref
 from harness import quiet
@@ -79,7 +80,7 @@ def logits_are_right(arch, dtype, onednn=None, **sizes):
     ours, theirs = logits_differ(arch, dtype, onednn, **sizes)
     return ours < (1e-5 if dtype == torch.float32 else 1.5 * theirs)     # 16 bits are coarse: no coarser than theirs, in which more is rounded
 
-def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype)
+def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(KVShape(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype))
 
 @needs_compiler
 @pytest.mark.parametrize('dtype,tol', [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)], ids=['float32', 'bfloat16'])   # sums of some hundred terms; 8 bits of a result of about 1
@@ -231,7 +232,7 @@ def test_a_long_prompt_makes_no_square(arch, path):
 def test_pieces_of_a_prompt_in_torch(monkeypatch, window, cap):
     monkeypatch.setattr('cbatch.paged_attention.QUERIES', 7)
     slens, qlens = [1, 15, 64, 65, 90], [1, 15, 20, 65, 1]
-    assert difference(TorchBackend(sum(-(-n // 16) for n in slens), 16, 1, 2, 32), 6, 2, 32, 16, qlens, slens, window, cap) < 2e-5
+    assert difference(TorchBackend(KVShape(sum(-(-n // 16) for n in slens), 16, 1, 2, 32)), 6, 2, 32, 16, qlens, slens, window, cap) < 2e-5
 
 @needs_compiler
 def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
@@ -246,8 +247,8 @@ def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
 
 @pytest.mark.parametrize('bs,D', [(4, 64), (24, 64), (16, 24)])
 def test_what_the_kernel_does_not_know_goes_through_torch(bs, D):
-    assert best_backend('cpu', torch.float32, bs, D) == 'torch' and best_backend('cpu', torch.float16, 16, 64) == 'torch'
-    with pytest.raises(ValueError, match="backend='cpu'"): cpu.CPUBackend(4, bs, 1, 1, D)
+    for shape in (KVShape(4, bs, 1, 1, D), KVShape(4, 16, 1, 1, 64, torch.float16)): assert best_backend(shape) == 'torch'
+    with pytest.raises(ValueError, match="backend='cpu'"): cpu.CPUBackend(KVShape(4, bs, 1, 1, D))
 
 def test_without_a_compiler(tmp_path):
     "It is said once, nothing fails, and the tokens are the same"

@@ -10,7 +10,8 @@ CHAPTERS = [p for p in NOTEBOOKS if p.name != 'index.ipynb']
 MODULES = {'.'.join(p.relative_to(ROOT/'cbatch').with_suffix('').parts): p for p in sorted((ROOT/'cbatch').rglob('*.py'))
            if p.name not in ('__init__.py', '_modidx.py')}
 # each module may import those before it
-ORDER = '''core model native cpp sampling drawing sampler text token_loop static_batching kv_blocks paged_attention kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend
+ORDER = '''core model native cpp sampling drawing sampler text token_loop static_batching kv_blocks paged_attention
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean kernels.triton_backend backends
 ragged_batch scheduler preemption prefix_caching policies trace metrics views engine workloads simulator dashboard async_engine protocol prometheus server bench cli'''.split()
 NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
@@ -55,8 +56,23 @@ def imports(path):
         elif isinstance(o, ast.ImportFrom):
             yield '.'.join([*pkg[:len(pkg) + 1 - o.level], o.module or ''] if o.level else [o.module]).rstrip('.'), [a.name for a in o.names]
 
+def by_string(path):
+    "Imports that `imports` can't see: calls that import by name, and strings that name a module of ours"
+    for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(o, ast.Call):
+            called = o.func.attr if isinstance(o.func, ast.Attribute) else getattr(o.func, 'id', '')
+            if called.strip('_') in ('import', 'import_module'): yield ast.unparse(o)
+        elif isinstance(o, ast.Constant) and isinstance(o.value, str) and re.fullmatch(r'cbatch(\.\w+)+(:\w+)?|cbatch:\w+', o.value): yield o.value
+
+@pytest.mark.parametrize('code,found', [("importlib.import_module('json')", 1), ("__import__('cbatch.core')", 2), ("X = 'cbatch.kernels.cpu:CPUBackend'", 1),
+                                        ("import cbatch.core; logging.getLogger('cbatch')", 0)])
+def test_an_import_by_string_is_seen(tmp_path, code, found):
+    (tmp_path/'x.py').write_text(code)
+    assert len(list(by_string(tmp_path/'x.py'))) == found
+
 @pytest.mark.parametrize('module', MODULES)
 def test_imports_strictly_downward(module):
+    assert not list(by_string(MODULES[module]))
     assert module in ORDER, f'{module} has no place in ORDER'
     below = ORDER[:ORDER.index(module)]
     for name, what in imports(MODULES[module]):

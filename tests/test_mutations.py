@@ -1,10 +1,10 @@
 "The checks at work: each of these faults, planted into the engine, is found by the random schedules"
 import pytest
-import cbatch.drawing, cbatch.engine, cbatch.ragged_batch
+import cbatch.drawing, cbatch.engine, cbatch.paged_attention, cbatch.ragged_batch
 from cbatch.core import Status
 from cbatch.kv_blocks import BlockAllocator, BlockManager
 from cbatch.metrics import EngineCounters
-from cbatch.paged_attention import TorchBackend
+from cbatch.paged_attention import TorchBackend, block_slots
 from cbatch.policies import Dynamic, Static
 from cbatch.preemption import Preempt
 from cbatch.prefix_caching import CachingAllocator
@@ -28,11 +28,11 @@ def slot_off_by_one(put):
 
 @fault()
 def reads_beyond_its_length(put):
-    def rectangle(self, meta, rows):
-        where, slots, lens = old(self, meta, rows)
-        return where, self._slots(meta.block_tables[rows])[:, :slots.shape[1]], lens
-    old = TorchBackend._rectangle
-    put(TorchBackend, '_rectangle', rectangle)
+    def rectangle(meta, requests, block_size):
+        right = old(meta, requests, block_size)
+        return right._replace(slots=block_slots(meta.block_tables[requests], block_size)[:, :right.slots.shape[1]])
+    old = cbatch.paged_attention._rectangle
+    put(cbatch.paged_attention, '_rectangle', rectangle)
 
 @fault('static')
 def padding_writes_into_block_1(put):

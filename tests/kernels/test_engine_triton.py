@@ -1,9 +1,11 @@
 "The whole engine on the Triton kernels, interpreted: chunks, preemption, prefix hits and recorded steps, token for token as the oracle"
+from types import SimpleNamespace
 import pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.kernels import triton_backend
 from cbatch.kernels.triton_backend import DecodeGraphs, TritonBackend
 from cbatch.model import tiny_lm
+from cbatch.paged_attention import AttnMeta, KVShape
 from cbatch.token_loop import generate_ref
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(20, 29)), [5, 6, 7] * 3 + [1]]
@@ -49,12 +51,27 @@ def test_recorded_steps():
         assert answers(llm) == alone(lm)
         assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.graphs.replays) == [1, 2, 3]
 
+def test_rows_in_the_order_asked_for_and_none_beyond():
+    "Four rows, then two: what the larger step left in the buffers is not looked at"
+    be = TritonBackend(KVShape(9, 4, 1, 1, 16))
+    def step(*rows, lens=(1, 1, 1, 1)):
+        n = len(lens)
+        meta = AttnMeta(list(lens), [3] * n, torch.arange(1, n + 1)[:, None], torch.arange(n) * 4 + 6); be.prepare(meta)
+        return SimpleNamespace(input_ids=torch.arange(10, 10 + sum(lens))[None], position_ids=torch.full((1, sum(lens)), 2), meta=meta, logit_rows=torch.tensor(rows))
+    seen = []
+    def logits(ids, pos, rows, meta): seen.append((meta.slot_mapping.tolist(), meta.scratch['lens'].tolist())); return ids[0, rows][:, None].float()
+    graphs = DecodeGraphs(be, 4, 2, record=lambda run, pool: (run(), (run, pool))[1])
+    assert graphs(step(2, 0, 3, 1), logits).tolist() == [[12], [10], [13], [11]]
+    assert graphs(step(1, 0, lens=(1, 1)), logits).tolist() == [[11], [10]] and seen[-1] == ([6, 10], [3, 3])
+    assert graphs(step(1, 2, 0, lens=(1, 1, 1)), logits).tolist() == [[11], [12], [10]] and seen[-1] == ([6, 10, 14, -1], [3, 3, 3, 0])
+    for batch in (step(1, 0), step(1, 0, lens=(1, 2)), step(*range(5), lens=[1] * 5)): assert graphs(batch, logits) is None
+
 def test_a_model_that_can_not_be_recorded(monkeypatch):
     "It is said once, and steps are launched as before"
     lm = tiny_lm('llama')
     def record(run, pool): raise RuntimeError('operation not permitted when stream is capturing')
     said = []
-    monkeypatch.setattr(triton_backend.log, 'warning', lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(triton_backend._log, 'warning', lambda text, *args: said.append(text % args))
     with engine(lm) as llm:
         llm.runner.graphs = DecodeGraphs(llm.runner.backend, 3, 40, record=record)
         assert answers(llm, 2) == alone(lm, 2)
@@ -64,7 +81,7 @@ def test_a_model_that_can_not_be_recorded(monkeypatch):
 def test_a_recording_that_stops_half_way(monkeypatch, e):
     "Out of memory at the second size: none is used. Interrupted there: the rest is recorded later. The answers are the oracle's"
     lm, runs = tiny_lm('llama'), []
-    monkeypatch.setattr(triton_backend.log, 'warning', lambda *args: None)
+    monkeypatch.setattr(triton_backend._log, 'warning', lambda *args: None)
     def record(run, pool):
         runs.append(1)
         if len(runs) == 2: raise e
@@ -81,4 +98,4 @@ def test_what_is_refused(monkeypatch):
     import cbatch.kernels.triton_backend as tb
     monkeypatch.setattr(tb, 'INTERPRETED', False)
     with pytest.raises(ValueError, match='needs a GPU, or TRITON_INTERPRET=1'): engine(tiny_lm('llama'))
-    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(4, 4, 1, 1, 16, torch.float32, 'cuda')
+    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(KVShape(4, 4, 1, 1, 16, torch.float32, 'cuda'))
