@@ -342,6 +342,7 @@ class EngineConfig:
     backend:str = 'auto'              # attention: torch, cpu, triton; auto: what suits the device
     cuda_graphs:bool = True           # with Triton on a GPU: replay decode steps instead of launching them
     lean:bool = True                  # on a CPU: run models of the Llama shape by a version written for serving
+    products:str = 'auto'             # that version's matrix products: panels (its own loop), onednn (torch's library)
     compile:bool = False              # torch.compile the model; the first steps then take minutes
     warmup:bool = False               # get ready (graphs, compilation) before the first request, not while it waits
     preemption:str = 'recompute'      # how a request gives its memory back: recompute, or swap to the host
@@ -372,6 +373,7 @@ def _check_config(c:EngineConfig):
     dtypes = ('auto', 'float32', 'bfloat16', 'float16')
     if c.dtype not in dtypes: raise ValueError(f"dtype={c.dtype!r}: must be one of {', '.join(dtypes)}")
     if c.load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={c.load_format!r}: must be auto or dummy")
+    if c.products not in ('auto', 'panels', 'onednn'): raise ValueError(f"products={c.products!r}: must be auto, panels or onednn")
     _whole('seed', c.seed, -2**63, 'a 64-bit integer')
     for k in ('check', 'reserve_max', 'prefix_caching', 'cuda_graphs', 'lean', 'compile', 'warmup'):
         if not isinstance(getattr(c, k), bool): raise ValueError(f"{k}={getattr(c, k)!r}: must be True or False")

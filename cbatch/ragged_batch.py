@@ -108,7 +108,7 @@ class ModelRunner:
         if torch.device(model.device).type == 'cpu': build_all()          # of C++: once on a machine
         shape = KVShape(num_blocks, config.block_size, model.num_layers, model.num_kv_heads, model.head_dim, model.dtype, model.device)
         self.backend = get_backend(config.backend, shape)
-        self.lean = lean(model, self.backend) if config.lean and not config.compile else None
+        self.lean = lean(model, self.backend, config.products) if config.lean and not config.compile else None
         self.call = torch.compile(model.hf_model, dynamic=True) if config.compile else model.hf_model
         make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps
         self.graphs = make(config.max_num_seqs, max_blocks) if make and config.cuda_graphs else None
