@@ -3,21 +3,16 @@
 Decode steps of 16 and 64 requests at context 512, one request alone beside transformers' `generate`, and how far answers in 16 bits agree with those in 32. Each figure is the best of some steps
 taken in turns, a busy moment hurts none alone if --rounds is raised."""
 import argparse, json, random, time
-from functools import partial
 from pathlib import Path
 import torch
 from cbatch import LLM, SamplingParams
 from cbatch.bench import machine, model_facts, rates, step_work
-from cbatch.kernels import lean
 from cbatch.loading import load_model
 
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False), 'transformers modules, attention in C++': dict(lean=False),
-         'lean model, products by oneDNN': dict(), 'lean model': dict()}
+         'lean model, products by oneDNN': dict(products='onednn'), 'lean model': dict(products='panels')}
 
-def made(name, lm, **kw):
-    whole, lean.LeanModel = lean.LeanModel, partial(lean.LeanModel, onednn='oneDNN' in name)
-    try: return LLM(lm, **PATHS[name], **kw)
-    finally: lean.LeanModel = whole
+def made(name, lm, **kw): return LLM(lm, **PATHS[name], **kw)
 
 def decode(lm, a, requests, dtype):
     "ms a step by path; all requests hold the same number of tokens"

@@ -113,7 +113,7 @@ def _compile(self:Native, compiler:str, folder:Path)->Path|None:
         for old in folder.glob(f'{self.stem(compiler)}-*.so'): old.unlink()   # damaged
         return out.rename(folder/f'{self.stem(compiler)}-{_digest(out)}.so')
 
-# %% ../nbs/01b_native.ipynb #94c5388e
+# %% ../nbs/01b_native.ipynb #43d8c7b6
 def build_all()->dict[str, Path|None]: # path of each library, by name
     "Build all C++ of the modules imported so far, for later processes, and for this one where it is not wanted yet"
     return {k: n.build() for k, n in KERNELS.items()} if os.environ.get('CBATCH_NATIVE') != '0' else {}
@@ -129,7 +129,7 @@ def trial(
     KERNELS.clear(); KERNELS.update(others)
     return piece.lib if piece.build() else None
 
-# %% ../nbs/01b_native.ipynb #480210d0
+# %% ../nbs/01b_native.ipynb #94e843e6
 class Struct(ctypes.Structure):
     "A struct of C++ that Python fills in too"
     cpp:ClassVar[str]   # its text
@@ -145,7 +145,9 @@ def struct(
     "A struct for ctypes and for C++, from one table"
     known, fields, lines = _TYPES | {p.__name__: p for p in parts}, [], []
     for group in filter(None, map(str.strip, table.split(';'))):
-        kind, star, names = re.fullmatch(r'((?:const )?\w+)(\*?)\s+(.*)', group, re.S).groups()
+        m = re.fullmatch(r'((?:const )?\w+)(\*?)\s+(.+)', group, re.S)
+        if not m or not (m[2] or m[1] in known): raise ValueError(f"struct {name}: {group!r} names no known type and fields")
+        kind, star, names = m.groups()
         text = re.sub(r'(int\d\d)$', r'\1_t', kind)
         lines.append(f"    {text} {', '.join(star + n for n in names.split())};\n")
         for field, many in re.findall(r'(\w+)(?:\[(\d+)\])?', names):

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from .core import Logprob
 from .params import check_ids, RequestFailed, SamplingParams
 from .model import CausalLM
-from .sampling import SamplerState, bad_word_ids, sample
+from .sampler import sample
+from .sampling import SamplerState, bad_word_ids
 from .text import cut_at_stop, decode
 
 # %% ../nbs/02_token_loop.ipynb #e605ad24
@@ -67,7 +68,7 @@ def generate_ref(
         top = logits[0].float().topk(2).values
         ref.margins.append(float(top[0] - top[1]))
         chosen = sample(logits, [state])
-        if chosen.errors: raise RequestFailed(chosen.errors[0])
+        if chosen.errors: raise RequestFailed(chosen.errors[0].text)
         ref.logprobs += chosen.logprobs.values()
         out += chosen.ids
         new = chosen.ids

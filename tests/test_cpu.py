@@ -1,12 +1,11 @@
 "Attention in C++ and the lean model: every path gives the oracle's tokens, and a build that watches its bounds finds nothing"
 import math, os, platform, random, shutil, subprocess, sys
-from functools import partial
 import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch import LLM, SamplingParams
 from cbatch.core import Padding, Plan, Request, Scheduled
 from cbatch.params import EngineConfig
-from cbatch.kernels import cpu, lean
+from cbatch.kernels import cpu, lean, lean_step
 from cbatch.kv_blocks import slot_mapping
 from cbatch.model import tiny_lm
 from cbatch.native import Native
@@ -15,7 +14,6 @@ from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attent
 from cbatch.ragged_batch import pack
 from cbatch.runner import ModelRunner
 from cbatch.token_loop import generate_ref
-from ask import sp
 from harness import quiet
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
@@ -28,6 +26,7 @@ def native(monkeypatch):
     yield
     forget()
 
+def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=torch.float32, seed=0):
     "Largest difference between a backend and the formula in float64; every slot that nobody owns holds NaN"
@@ -52,11 +51,9 @@ def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=t
 
 PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70)) + [1, 2]]
 
-def step(lm, prompts, backend='auto', onednn=None):
+def step(lm, prompts, backend='auto', products='auto'):
     "Logits of the last token of each prompt, all in one step"
-    how, lean.LeanModel = lean.LeanModel, partial(lean.LeanModel, onednn=onednn)
-    try: runner = ModelRunner(lm, EngineConfig(backend=backend), 40)
-    finally: lean.LeanModel = how
+    runner = ModelRunner(lm, EngineConfig(backend=backend, products=products), 40)
     rs, free = [], iter(range(1, 40))
     for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
     batch = pack(Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs]), 16); runner.executor.backend.prepare(batch.meta)
@@ -71,15 +68,15 @@ def shaken(lm):
         if p.dim() == 1: p.data += .3 * torch.randn(p.shape, generator=g)
     return lm
 
-def logits_differ(arch, dtype, onednn=None, **sizes):
+def logits_differ(arch, dtype, products='auto', **sizes):
     "How far the logits of the lean model and of transformers' modules, both in `dtype`, are from those in float32 with the same weights, relative to the largest; the last prompt is one token"
     cpu, prompts = torch.device('cpu'), [*PROMPTS, [7]]
     rounded = lambda to: shaken(tiny_lm(arch, **sizes)).to(dtype, cpu).to(to, cpu)
     ref = step(rounded(torch.float32), prompts, 'torch')
-    return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref) for got in (step(rounded(dtype), prompts, onednn=onednn), step(rounded(dtype), prompts, 'torch'))]
+    return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref) for got in (step(rounded(dtype), prompts, products=products), step(rounded(dtype), prompts, 'torch'))]
 
-def logits_are_right(arch, dtype, onednn=None, **sizes):
-    ours, theirs = logits_differ(arch, dtype, onednn, **sizes)
+def logits_are_right(arch, dtype, products='auto', **sizes):
+    ours, theirs = logits_differ(arch, dtype, products, **sizes)
     return ours < (1e-5 if dtype == torch.float32 else 1.5 * theirs)     # 16 bits are coarse: no coarser than theirs, in which more is rounded
 
 def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(KVShape(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype))
@@ -132,20 +129,20 @@ def test_every_path_is_token_equal(arch, path):
 
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
-@pytest.mark.parametrize('onednn', [False, True], ids=['own products', 'oneDNN'])
+@pytest.mark.parametrize('products', ['panels', 'onednn'])
 @pytest.mark.parametrize('sizes', [{}, dict(hidden_size=52, intermediate_size=37, vocab_size=301, head_dim=16)], ids=['even', 'odd'])
-def test_lean_logits(dtype, onednn, sizes):
+def test_lean_logits(dtype, products, sizes):
     "Widths that fill no panel, no register and no pair"
-    for arch in lean.KINDS: assert logits_are_right(arch, dtype, onednn, **sizes)
+    for arch in lean.KINDS: assert logits_are_right(arch, dtype, products, **sizes)
 
 @needs_compiler
-@pytest.mark.parametrize('onednn', [False, True], ids=['own products', 'oneDNN'])
+@pytest.mark.parametrize('products', ['panels', 'onednn'])
 @pytest.mark.parametrize('arch,config', [('qwen3', dict(use_sliding_window=True, sliding_window=9, num_hidden_layers=3, layer_types=['full_attention', 'sliding_attention', 'full_attention'])),
                                          ('qwen2', dict(use_sliding_window=True, sliding_window=5, num_hidden_layers=2, layer_types=['sliding_attention', 'full_attention'])),
                                          ('qwen3', dict(attention_bias=True)), ('llama', dict(attention_bias=True, mlp_bias=True)), ('llama', dict(tie_word_embeddings=True, rms_norm_eps=.3)), ('mistral', dict(sliding_window=3))])
-def test_lean_logits_of_other_configurations(arch, config, onednn):
+def test_lean_logits_of_other_configurations(arch, config, products):
     "Windows of some layers, biases everywhere, norms and biases that differ"
-    assert logits_are_right(arch, torch.float32, onednn, **config)
+    assert logits_are_right(arch, torch.float32, products, **config)
 
 @needs_compiler
 def test_padding_leaves_the_others_and_the_cache_alone():
@@ -187,9 +184,9 @@ def test_nan_stays_nan(softcap):
 def test_company_changes_no_bit(dtype):
     "Logits of a request are the same alone, beside others, and in another order"
     lm, prompts = tiny_lm('llama').to(dtype, torch.device('cpu')), [*PROMPTS, [7], [7, 8], *([i] * i for i in range(1, 12))]
-    together, other = step(lm, prompts, onednn=False), step(lm, prompts[::-1], onednn=False)
+    together, other = step(lm, prompts, products='panels'), step(lm, prompts[::-1], products='panels')
     for i, p in enumerate(prompts):
-        assert torch.equal(step(lm, [p], onednn=False)[0], together[i]) and torch.equal(other[len(prompts) - 1 - i], together[i])
+        assert torch.equal(step(lm, [p], products='panels')[0], together[i]) and torch.equal(other[len(prompts) - 1 - i], together[i])
 
 @needs_compiler
 def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
@@ -197,7 +194,7 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     torch.nn.init.normal_(lm.hf_model.model.layers[0].self_attn.q_proj.bias); torch.nn.init.normal_(lm.hf_model.model.layers[0].mlp.down_proj.bias)
     with LLM(lm, num_blocks=20) as llm:
         assert llm.runner.executor.lean and llm.generate([PROMPTS[0]], sp(8), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, PROMPTS[0], sp(8)).token_ids
-    assert not lean.fits(tiny_lm('llama', hidden_act='gelu')) and not lean.fits(tiny_lm('gemma2'))
+    assert 'gelu' in lean.misfit(tiny_lm('llama', hidden_act='gelu')) and 'gemma2' in lean.misfit(tiny_lm('gemma2'))
     class Wrapped(torch.nn.Linear): pass
     def wrapped(lm): lm.hf_model.model.layers[1].mlp.up_proj.__class__ = Wrapped
     def head(lm): lm.hf_model.lm_head.__class__ = Wrapped
@@ -207,9 +204,12 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     def activation(lm): lm.hf_model.model.layers[1].mlp.act_fn = torch.nn.GELU()
     def norm(lm): lm.hf_model.model.layers[0].input_layernorm = torch.nn.RMSNorm(lm.config.hidden_size)
     def mixed(lm): lm.hf_model.lm_head.to(torch.bfloat16)
-    for spoil in (wrapped, head, hooked, patched, bare, activation, norm, mixed):
-        lm = tiny_lm('llama'); assert lean.fits(lm)
-        spoil(lm); assert not lean.fits(lm), spoil
+    for spoil, why in ((wrapped, 'layers.1.mlp.up_proj is a Wrapped'), (head, 'lm_head is a Wrapped'), (hooked, 'model.norm has a hook'), (patched, 'embed_tokens has a forward'),
+                       (bare, 'rotary_emb missing'), (activation, 'layer 1: the activation is GELU'), (norm, 'layer 0.input_layernorm is a RMSNorm'), (mixed, 'is torch.bfloat16, the model torch.float32')):
+        lm = tiny_lm('llama'); assert lean.misfit(lm) is None
+        spoil(lm); assert why in lean.misfit(lm), (spoil, lean.misfit(lm))
+    with pytest.raises(ValueError, match="products='mkl': must be auto, panels or onednn"): EngineConfig(products='mkl')
+    with pytest.raises(ValueError, match="products='mkl': must be one of auto, panels, onednn"): lean.takes_onednn('mkl', torch.float32)
 
 class Largest(TorchDispatchMode):
     "Numbers in the largest tensor that any operation made"
@@ -282,10 +282,10 @@ template <typename T> void attention() {      // every buffer is as long as it m
             std::vector<int64_t> slots(lens[r]);
             for (int i = 0; i < lens[r]; i++) slots[i] = tables[r * 4 + i / BS] * BS + i % BS;
             slots.push_back(-1);                                             // for nobody
-            Write w{x.data(), x.data(), k.data(), v.data(), slots.data(), lens[r] + 1, K * D, D, K * D, D, K, D, BS, 2};
+            Write w{x.data(), x.data(), slots.data(), lens[r] + 1, K * D, D, K * D, D, 2, {k.data(), v.data(), K, D, BS}};
             write<T>(w);
         }
-        Step s{q.data(), k.data(), v.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, K, D, BS, window, 2, .1f, 2.f};
+        Step s{q.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, window, 2, .1f, 2.f, {k.data(), v.data(), K, D, BS}};
         attend_alone<T>(s);
         for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }     // all values alike: their mean is one of them
     }
@@ -296,12 +296,13 @@ template <typename T> void whole_step() {     // a model of one layer whose weig
     auto matrix = [&](int out, int in) { kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f)); return Matrix{(word*)kept.back().data(), nullptr, out, in}; };
     std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
     auto k = filled<T>(2 * K * BS * D, .01f), v = k;                          // one place is not written below
-    Layer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden), matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr, k.data(), v.data(), 0, .25f, 1e-5f, 1e-5f};
-    Model m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, BS, 1e-5f};
+    LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden), matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr,
+                    {k.data(), v.data(), K, D, BS}, 0, .25f, 1e-5f, 1e-5f};
+    LeanWeights m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f};
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
     for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
-    Run r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(), starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
+    LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(), starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
     run<T>(m, r);
     for (T y : logits) if (!(std::fabs(one(y) - .52f) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }   // 52 equal numbers, normed to 1, times a hundredth
 }
@@ -310,7 +311,7 @@ int main() { attention<float>(); attention<bf16>(); whole_step<float>(); whole_s
 @needs_compiler
 def test_with_the_address_sanitizer(tmp_path):
     src, exe = tmp_path/'t.cpp', tmp_path/'t'
-    src.write_text(lean.SOURCE + DRIVER)
+    src.write_text(lean_step.LEAN_CPP + DRIVER)
     made = subprocess.run(['c++', '-O1', '-g', '-std=c++17', '-march=native', '-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover=all', '-Wno-psabi', str(src), '-o', str(exe)], capture_output=True, text=True)
     if 'cannot find' in made.stderr and 'asan' in made.stderr: pytest.skip('no runtime of the address sanitizer')
     assert made.returncode == 0, made.stderr[-2000:]

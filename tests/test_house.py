@@ -15,7 +15,7 @@ SCRIPTS = [p for pat in FOLDERS for p in sorted(ROOT.glob(pat))]
 ORDER = '''
 params core model loading native cpp sampling drawing sampler text token_loop static_batching
 kv_blocks paged_attention
-kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend backends
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies
 state trace metrics views player reports door interrupts engine llm workloads
 handover worker async_engine wire protocol answers openapi prometheus gate front server
@@ -72,9 +72,24 @@ def imports(path):
             above = pkg[:len(pkg) + 1 - o.level] if o.level else []
             yield '.'.join([*above, o.module or '']).strip('.'), [a.name for a in o.names]
 
+def by_string(path):
+    "Imports that `imports` can't see: calls that import by name, and strings that name a module of ours"
+    for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(o, ast.Call):
+            called = o.func.attr if isinstance(o.func, ast.Attribute) else getattr(o.func, 'id', '')
+            if called.strip('_') in ('import', 'import_module'): yield ast.unparse(o)
+        elif isinstance(o, ast.Constant) and isinstance(o.value, str) and re.fullmatch(r'cbatch(\.\w+)+(:\w+)?|cbatch:\w+', o.value): yield o.value
+
+@pytest.mark.parametrize('code,found', [("importlib.import_module('json')", 1), ("__import__('cbatch.core')", 2), ("X = 'cbatch.kernels.cpu:CPUBackend'", 1),
+                                        ("import cbatch.core; logging.getLogger('cbatch')", 0)])
+def test_an_import_by_string_is_seen(tmp_path, code, found):
+    (tmp_path/'x.py').write_text(code)
+    assert len(list(by_string(tmp_path/'x.py'))) == found
+
 @pytest.mark.parametrize('module', MODULES)
 def test_imports_strictly_downward(module):
     assert module in ORDER, f'{module} has no place in ORDER'
+    assert not list(by_string(MODULES[module]))
     below = ORDER[:ORDER.index(module)]
     for name, what in imports(MODULES[module]):
         assert '*' not in what, f'{module}: from {name} import *'

@@ -76,6 +76,31 @@ def test_turned_off(piece, monkeypatch):
     assert p.lib is None and build_all() == {}
 
 @needs_compiler
+def test_every_struct_lies_alike_on_both_sides(monkeypatch, tmp_path):
+    "Sizes and offsets of all structs, asked of the compiler"
+    from cbatch.kernels.lean_step import LEAN_CPP
+    from cbatch.sampler import SAMPLER_CPP
+    monkeypatch.setenv('CBATCH_CACHE', str(tmp_path)); monkeypatch.setenv('CBATCH_NATIVE', '1')
+    found = {s for s in native.Struct.__subclasses__() if s.cpp in LEAN_CPP or s.cpp in SAMPLER_CPP}
+    assert {s.__name__ for s in found} == {'Row', 'KVPool', 'Write', 'Step', 'Matrix', 'LeanLayer', 'LeanWeights', 'LeanStep'}
+    for s in found:
+        names = [f for f, *_ in s._fields_]
+        asks = ''.join(f'*out++ = offsetof({s.__name__}, {f}); *out++ = sizeof((({s.__name__}*)0)->{f}); ' for f in names)
+        source = LEAN_CPP if s.cpp in LEAN_CPP else SAMPLER_CPP
+        lib = native.trial(f'{source}\n#include <cstddef>\nextern "C" void layout(int64_t* out) {{ *out++ = sizeof({s.__name__}); {asks}}}', dict(layout=[ctypes.c_void_p]), '-O0')
+        theirs = torch.zeros(1 + 2 * len(names), dtype=torch.long); lib.layout(theirs.data_ptr())
+        assert theirs.tolist() == [ctypes.sizeof(s), *(x for f in names for x in (getattr(s, f).offset, getattr(s, f).size))], s.__name__
+
+@pytest.mark.parametrize('table', ['int32', 'int16 x', 'Other x', 'int64 x; float'])
+def test_a_table_that_says_nothing_is_refused(table):
+    with pytest.raises(ValueError, match="struct T"): native.struct('T', table)
+
+@needs_compiler
+def test_a_trial_is_nobodys(piece):
+    p = piece()
+    assert works(native.trial(SOURCE, FUNCTIONS)) and native.KERNELS == {'piece': p}
+
+@needs_compiler
 def test_two_processes_at_once(piece, tmp_path):
     "One compiles, the other waits and finds it; whoever dies leaves no lock"
     light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'    # no transformers
