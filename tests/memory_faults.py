@@ -1,4 +1,4 @@
-"Faults to plant into preemption, prefix cache and forks; each is a function that plants it with `put(owner, name, new)`"
+"Faults to plant into preemption, prefix cache and forks; each function plants one with `put(owner, name, new)`"
 import cbatch.prefix_caching
 from cbatch.kv_blocks import BlockManager, Found
 from cbatch.preemption import Preempt, Swap
@@ -102,7 +102,9 @@ def swapped_in_without_a_copy(put):
 @fault
 def swapped_in_the_wrong_order(put):
     old = Swap.resume
-    def resume(self, s, r, plan): old(self, s, r, plan); plan.swap_in[:] = list(zip([a for a, _ in reversed(plan.swap_in)], [b for _, b in plan.swap_in]))
+    def resume(self, s, r, plan):
+        old(self, s, r, plan)
+        plan.swap_in[:] = list(zip([a for a, _ in reversed(plan.swap_in)], [b for _, b in plan.swap_in]))
     put(Swap, 'resume', resume)
 
 @fault
@@ -136,10 +138,16 @@ def expired_keep_their_blocks(put):
     def expire(self, plan):
         while self.deadlines and self.deadlines[0][0] <= plan.now:
             r = self.deadlines[0][2]; self.deadlines.pop(0)
-            if r in self.running: self.running.remove(r); r.status, r.finish_reason = type(r.status).FINISHED, 'error'; plan.expired.append(r)
+            if r not in self.running: continue
+            self.running.remove(r)
+            r.status, r.finish_reason = type(r.status).FINISHED, 'error'
+            plan.expired.append(r)
     put(Scheduler, '_expire', expire)
 
 @fault
 def newcomers_take_what_is_promised(put):
     old = Scheduler._why_not
-    put(Scheduler, '_why_not', lambda self, r, n, found, promised: None if (why := old(self, r, n, found, promised)) and 'short' in why else why)
+    def why_not(self, r, n, found, promised):
+        why = old(self, r, n, found, promised)
+        return None if why and 'short' in why else why
+    put(Scheduler, '_why_not', why_not)
