@@ -17,7 +17,7 @@ params core model loading native cpp sampling drawing sampler text token_loop st
 kv_blocks paged_attention
 kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu
 kernels.lean_step kernels.lean kernels.triton_backend backends
-ragged_batch scheduler preemption prefix_caching policies
+ragged_batch runner roster scheduler preemption prefix_caching policies
 trace metrics views player engine workloads
 handover worker async_engine wire protocol answers openapi prometheus gate front server
 driving results ceiling peers contest bench people screen demo cli
