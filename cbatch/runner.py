@@ -103,7 +103,7 @@ def _lean(model:CausalLM, backend:Any, config:EngineConfig)->Any:
     "The version of the model that was written for serving on a CPU, if there is one"
     if not config.lean or config.compile: return None
     from .kernels.lean import lean        # here: a machine with a GPU needs nothing of it
-    return lean(model, backend)
+    return lean(model, backend, config.products)
 
 # %% ../nbs/06a_runner.ipynb #c6056efd
 @patch

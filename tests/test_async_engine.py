@@ -8,12 +8,12 @@ from cbatch.core import Request, Status, StepOutput
 from cbatch.engine import Detokenizer
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
-from ask import sp
 from harness import check_answer, draw_params, llama, prompts, quiet
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
 SOLO = {}
 
+def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=12, ignore_eos=True) | kw)
 def solo(tiny, prompt, params=None):
     "The oracle's answer; to be asked for before or after an engine runs on the model, not meanwhile"
     key = tuple(prompt), repr(params)
@@ -105,13 +105,13 @@ def test_text_messages_and_logprobs(engine, tiny):
 
 def test_n_answers_share_a_stream(engine, tiny):
     "Case 13: sample i is the same whatever n and the company"
-    p = sp(8, n=4, seed=7, temperature=1.)
+    p = SamplingParams(n=4, seed=7, temperature=1., max_tokens=8, ignore_eos=True)
     want = [generate_ref(tiny, P[1], p, sample_index=i).token_ids for i in range(4)]
     async def main():
         async with serving(engine(max_num_seqs=6)) as a:
             others = [await a.add(P[2], sp()) for _ in range(3)]
             for n in (4, 2, 4):
-                items = await read(await a.add(P[1], sp(8, n=n, seed=7, temperature=1.)))
+                items = await read(await a.add(P[1], SamplingParams(n=n, seed=7, temperature=1., max_tokens=8, ignore_eos=True)))
                 assert [c.token_ids for c in items[-1].outputs] == want[:n] and [c.index for c in items[-1].outputs] == list(range(n))
             for s in others: await read(s)
     asyncio.run(main())
