@@ -22,7 +22,7 @@ handover worker async_engine wire protocol answers openapi prometheus gate front
 driving results ceiling peers contest bench people screen demo cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
-NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
+NO_TENSOR = [m for m in ('params', 'core', 'kv_blocks', 'roster', 'scheduler', 'preemption', 'prefix_caching', 'state', 'policies', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
 NAMES = 'LLM AsyncLLM SamplingParams EngineConfig RequestOutput CapacityError RequestFailed tiny_lm load_model'.split()
 EXPORT = re.compile(r'^#\|\s*(export|exports|exporti)\s*$', re.M)
