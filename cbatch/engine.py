@@ -130,7 +130,7 @@ def prepare(self:Engine,
 )->Asked:                        # for `enter`
     "Look at a request and turn its text into tokens; nothing is taken. `ParamError` if it could not be served"
     self.ensure_open()
-    if request_id in self.groups:
+    if isinstance(request_id, str) and request_id in self.groups:
         raise ParamError('request_id', f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
     now = self.clock() if arrival is None else arrival
     return self.door.ask(prompt, params, request_id, now, priority=priority, user=user, deadline=deadline,
@@ -234,8 +234,8 @@ def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as 
 def execute(self:Engine, plan:Plan)->StepOutput:
     "Start a plan and wait for it; `moved` says whether its blocks have been moved, should it fail"
     pending = self.runner.start(plan, self.moved)
-    self.moved = self.moved or pending.moved
-    return self.runner.finish(plan, pending)
+    try: return self.runner.finish(plan, pending)
+    finally: self.moved = self.moved or pending.moved      # a device may have moved them after `start`
 
 # %% ../nbs/14_engine.ipynb #6b564b96
 @patch

@@ -85,8 +85,9 @@ def record(
     "A step in plain data, from what was planned and what came of it alone"
     rec = StepRecord(plan.step, start, end, decisions=list(plan.decisions), found=dict(plan.found))
     rec.num_waiting = plan.num_waiting
-    for r, at, stop, draft, _ in plan.scheduled:
-        rec.scheduled.append((r.request_id, stop - at + len(draft), at, len(out.sampled.get(r.request_id, ()))))
+    for r, at, stop, _, _ in plan.scheduled:
+        n = len(out.sampled.get(r.request_id, ()))
+        rec.scheduled.append((r.request_id, stop - at + max(0, n - 1), at, n))     # guesses that failed left nothing
     rec.padding = [(p.num_tokens, p.context_len) for p in plan.padding]
     rec.blocks = {r: list(ids) for r, ids in plan.blocks.items()}
     who = plan.admitted, plan.preempted, plan.paused

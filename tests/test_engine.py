@@ -455,7 +455,7 @@ def containers(root):
     "Sizes of everything that `root` holds, tensors and the model aside, by path"
     sizes, seen, todo = {}, set(), [('llm', root)]
     while todo:
-        path, x = todo.pop()
+        path, x = todo.pop(0)         # by the shortest path
         if id(x) in seen or isinstance(x, (torch.nn.Module, torch.Tensor, type, str, int, float)) or callable(x) or 'tokenizer' in path: continue
         seen.add(id(x))
         if hasattr(x, '__len__'): sizes[path] = len(x)
