@@ -5,7 +5,7 @@ for all of them. At the end no block, thread, task, socket or file is left, and 
 import argparse, gc, json, os, random, socket, threading, time
 from collections import Counter
 from pathlib import Path
-from cbatch.async_engine import Box
+from cbatch.handover import Box
 from cbatch.model import tiny_lm
 from cbatch.server import Connection, Events
 from web import ref, web
@@ -88,10 +88,10 @@ class Company:
         return 'watched'
 
     def aborter(self):
-        live = list(self.w.server.engine.worker.live)
+        live = list(self.w.server.engine.worker.desk.live)
         for i in live and self.rng.sample(live, 1):
             # of those that are not compared
-            if (box := self.w.server.engine.worker.live.get(i)) and box.request.params.temperature: self.w.on_loop(self.w.server.engine.abort(i))
+            if (box := self.w.server.engine.worker.desk.live.get(i)) and box.request.params.temperature: self.w.on_loop(self.w.server.engine.abort(i))
         return 'aborted'
 
 KINDS = ['honest'] * 8 + ['leaver'] * 4 + ['fool'] * 2 + 'dawdler babbler hurried poisoned watcher aborter'.split()

@@ -3,11 +3,13 @@ import asyncio, gc, os, random, subprocess, sys, threading, time
 from contextlib import asynccontextmanager
 import pytest, torch
 from cbatch import CapacityError, LLM, SamplingParams
-from cbatch.async_engine import AsyncLLM, Box, Observer, Overloaded, Unavailable, Worker
+from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Request, Status, StepOutput
-from cbatch.engine import Detokenizer
+from cbatch.engine import Detokenizer, Draft
+from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
+from cbatch.worker import Limits, Observer, Worker
 from harness import check_answer, draw_params, llama, prompts, quiet
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
@@ -43,9 +45,9 @@ async def until(f):
     raise AssertionError('waited in vain')
 
 async def rest(a):
-    await until(lambda: a.worker.queue[0] == a.worker.sent and not a.worker.boxes)
+    await until(lambda: a.worker.shared.queue.entered == a.worker.desk.sent and not a.worker.mine.boxes)
     await a.call(quiet)
-    assert not a.worker.live and not a.worker.num_queued()
+    assert not a.worker.desk.live and not a.worker.num_queued()
 
 class Gate:
     "Holds an engine within its steps, until the test lets it go on"
@@ -140,7 +142,7 @@ def test_the_loop_goes_on_during_a_step(engine):
             for x in [s, *others]: await read(x)
             llm.encode = lambda p: (go.wait(20), real(p))[1]
             t = asyncio.create_task(a.add('slow', sp()))
-            await until(lambda: a.worker.reserved)
+            await until(lambda: a.worker.desk.reserved)
             go.set(); await read(await t)
             del llm.encode
     asyncio.run(main())
@@ -151,12 +153,12 @@ def test_one_call_a_step(engine):
         async with serving(llm) as a:
             loop, calls = asyncio.get_running_loop(), []
             real = loop.call_soon_threadsafe
-            a.worker._call = lambda f, *args: (calls.append(f.__name__), real(f, *args))
+            a.worker.on_loop = lambda f, *args: (calls.append(f.__name__), real(f, *args))
             before = a.metrics()['num_steps']
             await asyncio.gather(*(read(s) for s in await a.add_many([(P[0], sp())] * 8)))
             await rest(a)
-            assert 0 < calls.count('_wake') <= a.metrics()['num_steps'] - before
-            del a.worker._call
+            assert 0 < calls.count('wake') <= a.metrics()['num_steps'] - before
+            del a.worker.on_loop
     asyncio.run(main())
 
 def test_nobody_else_drives_it(engine):
@@ -200,7 +202,7 @@ def test_refused_as_the_engine_would(engine):
             for kw in (dict(params=5), dict(params=sp(max_tokens=99)), dict(timeout_s=float('nan')), dict(timeout_s=-1), dict(timeout_s='1'), dict(priority='x'), dict(cache_salt=5), dict(cache_salt='x' * 257), dict(request_id=5)):
                 with pytest.raises(ValueError): await a.add(P[0], **kw)
             with pytest.raises(ValueError, match='2 request_ids'): await a.add_many([(P[0], sp())], request_ids=['a', 'b'])
-            assert a.worker.sent == 0 and a.metrics()['num_steps'] == 0
+            assert a.worker.desk.sent == 0 and a.metrics()['num_steps'] == 0
     asyncio.run(main())
     for kw in (dict(max_waiting=0), dict(max_buffer_bytes=1.5), dict(stall_s=0), dict(send_timeout_s=float('inf')), dict(max_waiting_tokens=0)):
         with pytest.raises(ValueError): AsyncLLM(engine(), **kw)
@@ -311,12 +313,12 @@ def test_whoever_leaves_takes_his_request_along(engine, tiny, how):
                 real, gate = llm.encode, threading.Event()
                 llm.encode = lambda p: (gate.wait(20), real(p))[1]
                 tasks = [asyncio.create_task(a.add(p, sp())) for p in P * 2]
-                await until(lambda: a.worker.reserved == 8)
+                await until(lambda: a.worker.desk.reserved == 8)
                 for t in tasks: t.cancel()
                 gate.set(); del llm.encode
             elif how == 'generate cancelled':
                 tasks = [asyncio.create_task(a.generate(p, sp(max_tokens=60))) for p in P * 2]
-                await until(lambda: a.worker.sent == 9)
+                await until(lambda: a.worker.desk.sent == 9)
             else:
                 tasks = [asyncio.create_task(reader(s)) for s in await crowd(a)] if how not in ('dropped', 'before the first item') else []
                 if how == 'dropped': streams = await crowd(a); await anext(streams[0]); del streams; gc.collect()
@@ -367,7 +369,6 @@ def test_a_reader_who_never_reads_is_cut_off(engine, tiny, limits, why):
 
 def test_a_box():
     b = Box(Request('r', [1], sp(), 12), 'me')
-    from cbatch.engine import Draft
     text = Detokenizer(None, sp()); text.score = 0.
     def draft(new, ids, status=Status.RUNNING):
         b.request.output_ids, b.request.status = ids, status
@@ -483,7 +484,7 @@ def test_a_step_that_stalls(engine, tiny):
             assert e.value.state == 'stalled'
             gate.open(); await read(s)
             await until(lambda: a.state == 'ready'); assert a.is_live
-            await until(lambda: a.worker.busy_since is None)     # nothing to do is no stall
+            await until(lambda: a.worker.shared.busy_since is None)     # nothing to do is no stall
             gate.free = False; s = await a.add(P[0], sp()); await until(lambda: not a.is_live)
             gate.open(); await read(s); await until(lambda: a.is_live)
     asyncio.run(main())
@@ -645,12 +646,12 @@ def test_closed_while_a_prompt_becomes_tokens(engine):
     llm.encode = lambda p: (go.wait(20), real(p))[1]
     async def main():
         a = await AsyncLLM(llm).start()
-        t = asyncio.create_task(a.add('slow', sp())); await until(lambda: a.worker.reserved)
+        t = asyncio.create_task(a.add('slow', sp())); await until(lambda: a.worker.desk.reserved)
         closing = asyncio.create_task(a.drain(60.)); await asyncio.sleep(.01)
         go.set()
         with pytest.raises(Unavailable): await t
         await closing
-        assert a.state == 'closed' and not a.worker.sent and not a.worker.reserved
+        assert a.state == 'closed' and not a.worker.desk.sent and not a.worker.desk.reserved
     asyncio.run(main()); quiet(llm)
 
 def test_adds_that_race_with_the_end(engine):
@@ -762,7 +763,7 @@ def test_soak(preemption):
             await asyncio.gather(*tasks)
             await rest(a)
             m = a.metrics()
-            assert sum(m['finished'].values()) == a.worker.sent and a.is_live
+            assert sum(m['finished'].values()) == a.worker.desk.sent and a.is_live
             return m
     for ask in asks: check_answer(ask, [], None, seen)      # ask the oracle for all of them beforehand
     m = asyncio.run(main()); quiet(llm)
@@ -773,19 +774,19 @@ def test_the_thread_for_text(engine, tiny):
     llm = engine(); solo(tiny, P[1]); go = threading.Event()
     async def main():
         a = await AsyncLLM(llm, max_waiting=3, stall_s=.05).start()
-        with pytest.raises(RuntimeError, match='StopIteration'): await asyncio.wait_for(a._off(next, iter(())), 5)
-        first = asyncio.ensure_future(a._off(go.wait, 20)); await until(lambda: a.state == 'stalled')
+        with pytest.raises(RuntimeError, match='StopIteration'): await asyncio.wait_for(a.off_loop(next, iter(())), 5)
+        first = asyncio.ensure_future(a.off_loop(go.wait, 20)); await until(lambda: a.state == 'stalled')
         assert not a.is_live
         go.set(); await first; assert a.is_live; go.clear()
-        first = asyncio.ensure_future(a._off(go.wait, 20))
+        first = asyncio.ensure_future(a.off_loop(go.wait, 20))
         rest_ = [asyncio.ensure_future(f) for f in (a.encode('a'), a.decode([65]), a.encode('b'))]
-        await until(lambda: a.worker.text_since); assert a.worker.reserved == 3
+        await until(lambda: a.worker.aside.since); assert a.worker.desk.reserved == 3
         with pytest.raises(Overloaded): await a.encode('c')
         with pytest.raises(Overloaded): await a.decode([65])
         a.worker.stop()
         for r in await asyncio.wait_for(asyncio.gather(*rest_, return_exceptions=True), 5): assert isinstance(r, Unavailable)
         go.set(); assert await first
-        assert a.worker.reserved == 0
+        assert a.worker.desk.reserved == 0
         await a.close()
     asyncio.run(main()); quiet(llm)
 
