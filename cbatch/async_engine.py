@@ -228,7 +228,7 @@ def _send(self:AsyncLLM, requests:list[Request], names:list[str|None], quiet:boo
     w.enter(boxes)
     return [Stream(self, box) for box in boxes]
 
-# %% ../nbs/18_async_engine.ipynb #3b2754cd
+# %% ../nbs/18_async_engine.ipynb #8f28f6c5
 @patch
 async def add_many(self:AsyncLLM,
     asks:Iterable[tuple[str|list[int]|list[dict[str, Any]], SamplingParams|None]], # (prompt, params) each
@@ -244,7 +244,7 @@ async def add_many(self:AsyncLLM,
     if timeout_s is not None: check_number('timeout_s', timeout_s, 0, 1e9, 'a number of seconds')
     now, num = llm.clock(), sum(getattr(params, 'n', 1) for _, params in asks)
     deadline = None if timeout_s is None else now + timeout_s
-    kw = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
+    kw:dict[str, Any] = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
     requests = await self._charged(num, lambda: [llm.prepare(prompt, params, **kw) for prompt, params in asks])
     _check_scores(requests)
     self.ensure_ready()
@@ -290,7 +290,7 @@ async def abort(self:AsyncLLM,
     box = self.worker.desk.live.get(request_id)
     return box is not None and self.worker.leave(box)
 
-# %% ../nbs/18_async_engine.ipynb #c8f3c6d9
+# %% ../nbs/18_async_engine.ipynb #e4f68e44
 @patch
 async def call(self:AsyncLLM,
     f:Callable[[LLM], Any], # run in its thread between two steps
@@ -304,9 +304,9 @@ async def call(self:AsyncLLM,
         if e is None: done.set_result(result)
         else: done.set_exception(e)
     def do():
-        try: answer = for_future(f, llm), None
-        except Exception as e: answer = None, e
-        w.on_loop(settle, *answer)
+        try: result = for_future(f, llm)
+        except Exception as e: w.on_loop(settle, None, e)
+        else: w.on_loop(settle, result, None)
     w.do(do)
     try: await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError: done.cancel(); raise
@@ -314,7 +314,7 @@ async def call(self:AsyncLLM,
     if not done.done(): self.ensure_ready()                 # it never came to that
     return await done
 
-# %% ../nbs/18_async_engine.ipynb #dfc17859
+# %% ../nbs/18_async_engine.ipynb #620ce97c
 @patch
 async def encode(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
@@ -322,6 +322,7 @@ async def encode(self:AsyncLLM,
 )->list[int]:                                  # token ids
     "Tokens of a prompt, without holding up the event loop or a step; `ValueError` if it has none, `Overloaded`"
     llm = self.ensure_ready()
+    if tools and isinstance(prompt, str): raise ValueError("tools: they need messages, not a text")
     return await self._charged(1, lambda: encode_chat(llm.tokenizer, prompt, tools) if tools else llm.encode(prompt))
 
 @patch
