@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RETRY_S', 'Overloaded', 'Unavailable', 'AsyncLLM', 'Stream']
 
-# %% ../nbs/18_async_engine.ipynb #91ff26b5
+# %% ../nbs/18_async_engine.ipynb #55077840
 import asyncio, weakref
 from collections.abc import Callable, Iterable
 from fastcore.basics import patch
@@ -16,7 +16,7 @@ from .handover import Box, for_future
 from .text import decode, encode_chat
 from .worker import Limits, Observer, Worker
 
-# %% ../nbs/18_async_engine.ipynb #17f73588
+# %% ../nbs/18_async_engine.ipynb #4bc6168a
 class Overloaded(RuntimeError):
     "The queue is full: come back in `retry_after` seconds"
     def __init__(self,
@@ -37,7 +37,7 @@ class Unavailable(RuntimeError):
         super().__init__(message)
         self.state, self.retry_after = state, retry_after
 
-# %% ../nbs/18_async_engine.ipynb #603dcedb
+# %% ../nbs/18_async_engine.ipynb #92bb0d17
 class AsyncLLM:
     "An `LLM` in a thread of its own, for callers on an event loop"
     def __init__(self,
@@ -61,7 +61,7 @@ class AsyncLLM:
     def llm(self)->LLM|None: return self.worker.shared.llm   # None while it is made
     def __repr__(self): return f'AsyncLLM({self.state}, {self.llm})'
 
-# %% ../nbs/18_async_engine.ipynb #eeb55966
+# %% ../nbs/18_async_engine.ipynb #b95640c9
 @patch
 def metrics(self:AsyncLLM)->dict[str, Any]:
     "`LLM.metrics`, as they were after the last step; from any thread"
@@ -74,7 +74,7 @@ def records(self:AsyncLLM,
     "The last records of steps, oldest first; from any thread"
     return self.llm.trace.last(n) if self.llm and self.llm.trace else []
 
-# %% ../nbs/18_async_engine.ipynb #bfa8fe10
+# %% ../nbs/18_async_engine.ipynb #f68ee49e
 @patch
 def check_loop(self:AsyncLLM):
     "Raise unless this is the event loop on which it was started"
@@ -97,7 +97,7 @@ async def start(self:AsyncLLM)->'AsyncLLM':
     if w.error: raise w.error
     return self
 
-# %% ../nbs/18_async_engine.ipynb #41c5315f
+# %% ../nbs/18_async_engine.ipynb #29533431
 RETRY_S = dict(starting=5, draining=10, stalled=30, dead=120, closed=120)   # when to come back, by state
 
 @patch
@@ -114,7 +114,7 @@ def _refuse(self:AsyncLLM, exc:RuntimeError, reason:str)->NoReturn:
     for o in self.observers: o.refused(reason)
     raise exc
 
-# %% ../nbs/18_async_engine.ipynb #fbdac75b
+# %% ../nbs/18_async_engine.ipynb #dc085eef
 @patch
 async def drain(self:AsyncLLM,
     timeout_s:float=30., # those who are not done by then are aborted
@@ -138,7 +138,7 @@ async def __aenter__(self:AsyncLLM): return await self.start()
 @patch
 async def __aexit__(self:AsyncLLM, *exc): await self.close()
 
-# %% ../nbs/18_async_engine.ipynb #d1b16484
+# %% ../nbs/18_async_engine.ipynb #07ddf797
 @patch
 async def off_loop(self:AsyncLLM, f:Callable[..., Any], *args, **kw)->Any:
     "What `f` returns, done away from the event loop and from the engine; `Unavailable` if the engine ends meanwhile"
@@ -147,7 +147,7 @@ async def off_loop(self:AsyncLLM, f:Callable[..., Any], *args, **kw)->Any:
         if self.worker.shared.over: self.ensure_ready()
         raise
 
-# %% ../nbs/18_async_engine.ipynb #bba35699
+# %% ../nbs/18_async_engine.ipynb #bbf758ba
 @patch
 def _room(self:AsyncLLM, num:int, num_tokens:int=0):
     "Raise `Overloaded` if the queue can't hold so many more answers, or tokens"
@@ -171,7 +171,7 @@ async def _charged(self:AsyncLLM, num:int, f:Callable[..., Any], *args)->Any:
     try: return await self.off_loop(f, *args)
     finally: self.worker.desk.reserved -= num
 
-# %% ../nbs/18_async_engine.ipynb #63126fee
+# %% ../nbs/18_async_engine.ipynb #b7140f44
 class Stream:
     "The reports of one request, as an async iterator; the last one has `finished`"
     def __init__(self, engine:AsyncLLM, box:Box): self.engine, self.box, self.done = engine, box, False
@@ -202,7 +202,7 @@ class Stream:
     async def __aexit__(self, *exc): await self.abort()
     def __del__(self): self.engine.worker.leave(self.box)    # nobody can read it any more
 
-# %% ../nbs/18_async_engine.ipynb #fc8b336e
+# %% ../nbs/18_async_engine.ipynb #1b4ecfdd
 @patch
 def _check_names(self:AsyncLLM, names:list[str|None], num:int):
     "Raise `ValueError` for names that can't be given to so many requests"
@@ -228,7 +228,7 @@ def _send(self:AsyncLLM, requests:list[Request], names:list[str|None], quiet:boo
     w.enter(boxes)
     return [Stream(self, box) for box in boxes]
 
-# %% ../nbs/18_async_engine.ipynb #374c81f7
+# %% ../nbs/18_async_engine.ipynb #8f28f6c5
 @patch
 async def add_many(self:AsyncLLM,
     asks:Iterable[tuple[str|list[int]|list[dict[str, Any]], SamplingParams|None]], # (prompt, params) each
@@ -262,7 +262,7 @@ def _num_scores(r:Request)->int:
     of_prompt = 0 if p.prompt_logprobs is None else (1 + p.prompt_logprobs) * len(r.prompt_ids)
     return of_prompt + (0 if p.logprobs is None else (1 + p.logprobs) * r.max_tokens * p.n)
 
-# %% ../nbs/18_async_engine.ipynb #c0eeb766
+# %% ../nbs/18_async_engine.ipynb #9a8f3baa
 @patch
 async def add(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
@@ -290,7 +290,7 @@ async def abort(self:AsyncLLM,
     box = self.worker.desk.live.get(request_id)
     return box is not None and self.worker.leave(box)
 
-# %% ../nbs/18_async_engine.ipynb #20fc9a00
+# %% ../nbs/18_async_engine.ipynb #e4f68e44
 @patch
 async def call(self:AsyncLLM,
     f:Callable[[LLM], Any], # run in its thread between two steps
@@ -314,7 +314,7 @@ async def call(self:AsyncLLM,
     if not done.done(): self.ensure_ready()                 # it never came to that
     return await done
 
-# %% ../nbs/18_async_engine.ipynb #9c1bfcc5
+# %% ../nbs/18_async_engine.ipynb #c3629e95
 @patch
 async def encode(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
@@ -336,5 +336,5 @@ async def decode(self:AsyncLLM,
     "Text of some token ids; `Overloaded`"
     return await self._charged(1, decode, self.ensure_ready().tokenizer, ids, skip_special_tokens)
 
-# %% ../nbs/18_async_engine.ipynb #57d25939
+# %% ../nbs/18_async_engine.ipynb #5ca122b3
 AsyncLLM._serving, AsyncLLM._off, _RETRY = AsyncLLM.ensure_ready, AsyncLLM.off_loop, RETRY_S

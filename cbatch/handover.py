@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Box', 'last_report', 'Desk', 'for_future', 'Aside']
 
-# %% ../nbs/17a_handover.ipynb #08bdc3ea
+# %% ../nbs/17a_handover.ipynb #514a4012
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from .core import Request, RequestOutput
 from .engine import Draft
 from .text import Detokenizer
 
-# %% ../nbs/17a_handover.ipynb #6691dde7
+# %% ../nbs/17a_handover.ipynb #1afdccdf
 class Box:
     "What one request has to say and its reader has not taken: the newest report, which says all that older ones said"
     def __init__(self,
@@ -44,7 +44,7 @@ class Box:
         # anybody's: set once, and a second time does no harm
         self.leaving = False             # its end was asked for
 
-# %% ../nbs/17a_handover.ipynb #58f02344
+# %% ../nbs/17a_handover.ipynb #9abd7bda
 _SCORE_BYTES = 100   # of one log probability, about
 
 @patch
@@ -71,7 +71,7 @@ def _weigh(self:Box, draft:Draft):
     per_token = 0 if scores is None else _SCORE_BYTES * (1 + scores)
     self.num_bytes += sum(len(c.delta.encode()) for c in draft.answers) + per_token * (self.num_tokens - before)
 
-# %% ../nbs/17a_handover.ipynb #f643b19c
+# %% ../nbs/17a_handover.ipynb #816cd9d9
 @patch
 def take(self:Box)->RequestOutput|None: # None: nothing is new
     "The reader's side: all that is new, as one item"
@@ -82,7 +82,7 @@ def take(self:Box)->RequestOutput|None: # None: nothing is new
     for i, c in enumerate(o.outputs): c.delta, self.told[i] = c.text[self.told[i]:], len(c.text)
     return o
 
-# %% ../nbs/17a_handover.ipynb #3283b1c7
+# %% ../nbs/17a_handover.ipynb #ad3fea39
 @patch
 def excess(self:Box,
     now:float,     # s
@@ -94,7 +94,7 @@ def excess(self:Box,
     if self.news is not None and now - self.since > max_s: return f'cut off: nothing was read for {max_s:g} s'
     return None
 
-# %% ../nbs/17a_handover.ipynb #a84ddf06
+# %% ../nbs/17a_handover.ipynb #2a4857e4
 def last_report(
     box:Box,
     reason:str,      # finish reason of the answers that have none: error or abort
@@ -112,7 +112,7 @@ def _silence(box:Box)->Draft:
     text.score = 0.
     return Draft(box.id, [(copy(box.request), text) for _ in range(box.request.params.n)])
 
-# %% ../nbs/17a_handover.ipynb #0105938a
+# %% ../nbs/17a_handover.ipynb #af23cd9e
 class Desk:
     "The event loop's side; only the loop writes here"
     def __init__(self):
@@ -134,7 +134,7 @@ class Desk:
         self.wake(list(self.live.values()))
         self.ready.set(); self.ended.set()
 
-# %% ../nbs/17a_handover.ipynb #e6598261
+# %% ../nbs/17a_handover.ipynb #030cdb1c
 def for_future(f:Callable[..., Any], *args, **kw)->Any:
     "Call `f`; a `StopIteration`, which no future can hold, becomes a `RuntimeError`"
     try: return f(*args, **kw)
@@ -155,7 +155,7 @@ class Aside:
         try: return for_future(f, *args, **kw)
         finally: self.since = None
 
-# %% ../nbs/17a_handover.ipynb #6f94f15c
+# %% ../nbs/17a_handover.ipynb #378b9653
 @patch
 async def do(self:Aside, f:Callable[..., Any], *args, **kw)->Any:
     "What `f` returns; `RuntimeError` if it was dropped"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Queued', 'Mine', 'Shared', 'Limits', 'Worker', 'Observer']
 
-# %% ../nbs/17b_worker.ipynb #ada8ac91
+# %% ../nbs/17b_worker.ipynb #3c3174cc
 import asyncio, atexit, logging, math
 import torch
 from collections import deque
@@ -21,7 +21,7 @@ from .core import Request, RequestOutput, StepRecord, _number as check_number, _
 from .engine import LLM, Draft
 from .handover import Aside, Box, Desk, last_report
 
-# %% ../nbs/17b_worker.ipynb #c3898667
+# %% ../nbs/17b_worker.ipynb #dc6a1c9b
 _log = logging.getLogger('cbatch')
 
 class Queued(NamedTuple):
@@ -55,7 +55,7 @@ class Shared:
     error:BaseException|None = None # what ended the thread
     over:bool = False              # nobody is served any more
 
-# %% ../nbs/17b_worker.ipynb #fa35e96d
+# %% ../nbs/17b_worker.ipynb #3f823462
 @dataclass(frozen=True)
 class Limits:
     "What an engine puts up with"
@@ -73,7 +73,7 @@ class Limits:
         for k in ('send_timeout_s', 'stall_s', 'idle_s'):
             check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
 
-# %% ../nbs/17b_worker.ipynb #af3facf5
+# %% ../nbs/17b_worker.ipynb #f969215c
 class Worker(Thread):
     "The thread that drives an engine"
     def __init__(self,
@@ -102,7 +102,7 @@ class Worker(Thread):
         self.stops.append(monotonic() + timeout_s)
         self.do(int)                     # wakes it up
 
-# %% ../nbs/17b_worker.ipynb #bd1897f2
+# %% ../nbs/17b_worker.ipynb #87c1fe74
 @patch
 def _step(self:Worker)->float|None: # s until something may happen by itself; 0: a step ran; None: nobody is here
     "Run a step, if one can run"
@@ -115,7 +115,7 @@ def _step(self:Worker)->float|None: # s until something may happen by itself; 0:
         raise RuntimeError("requests wait, nothing can run and nothing will change: the policy must let somebody in")
     return max(0., wake - llm.clock())
 
-# %% ../nbs/17b_worker.ipynb #5a25a3e9
+# %% ../nbs/17b_worker.ipynb #bb6b7d16
 _CLOSED = "the event loop of this engine is closed"
 
 @patch
@@ -156,7 +156,7 @@ def on_loop(self:Worker, f:Callable[..., Any], *args):
     try: self._loop.call_soon_threadsafe(f, *args)
     except RuntimeError as e: raise RuntimeError(_CLOSED) from e
 
-# %% ../nbs/17b_worker.ipynb #c532685d
+# %% ../nbs/17b_worker.ipynb #7e2e00ac
 def _said(e:BaseException)->str: return f'{type(e).__name__}: {e}'
 
 @patch
@@ -193,7 +193,7 @@ def _see_off(self:Worker, box:Box, draft:Draft):
     self.mine.ends.append(monotonic())
     self._tell('finished', draft.output(), box.request)
 
-# %% ../nbs/17b_worker.ipynb #c84dcdc4
+# %% ../nbs/17b_worker.ipynb #9a8fc3d8
 class Observer:
     "Sees what happens; the first two are called in the engine's thread and must be quick. For subclasses"
     def stepped(self, record:StepRecord|None, metrics:dict[str, Any]): pass # after each step; no record without a trace
@@ -207,7 +207,7 @@ def _tell(self:Worker, what:str, *args):
         try: getattr(o, what)(*args)
         except Exception: _log.exception("an observer failed")
 
-# %% ../nbs/17b_worker.ipynb #4863bbe4
+# %% ../nbs/17b_worker.ipynb #021b5f73
 @patch
 def leave(self:Worker, box:Box)->bool: # False: it is ending already
     "Ask for the end of a request; from any thread, even from a destructor"
@@ -222,7 +222,7 @@ def _abort(self:Worker, box:Box, why:str|None=None):
     box.why = box.why or why
     if box.request.group is not None: self.mine.llm.abort(box.request.group)
 
-# %% ../nbs/17b_worker.ipynb #52db8730
+# %% ../nbs/17b_worker.ipynb #e0e1582a
 @patch
 def _cut_slow(self:Worker):
     "End requests whose readers let too much lie, or let it lie too long"
@@ -230,7 +230,7 @@ def _cut_slow(self:Worker):
     for box in list(self.mine.boxes.values()):
         if why := box.excess(now, m.max_buffer_bytes, m.send_timeout_s): self._abort(box, why)
 
-# %% ../nbs/17b_worker.ipynb #9204931e
+# %% ../nbs/17b_worker.ipynb #5a598f41
 @patch
 def _publish(self:Worker):
     "Put the numbers where others may read them, and call the loop, once, for the readers that have news"
@@ -244,7 +244,7 @@ def _publish(self:Worker):
     told, m.told = m.told, []
     if told: self.on_loop(self.desk.wake, told)
 
-# %% ../nbs/17b_worker.ipynb #b0143bff
+# %% ../nbs/17b_worker.ipynb #90731b3e
 @patch
 def _turn(self:Worker):
     "Read the inbox, run a step, tell the loop once"
@@ -260,7 +260,7 @@ def _probe(self:Worker):
     self.mine.doubt = False
     float(torch.zeros(1, device=self.mine.llm.model.device))
 
-# %% ../nbs/17b_worker.ipynb #f12ead70
+# %% ../nbs/17b_worker.ipynb #e1a26dc1
 @patch
 def close_boxes(self:Worker):
     "A last report for everybody at the desk who has none; by the thread at its end, by the loop after it"
@@ -286,7 +286,7 @@ def enter(self:Worker, boxes:list[Box]):
     self.do(self._let_in, boxes)
     if self.shared.over: self.close_boxes()          # it ended between two lines
 
-# %% ../nbs/17b_worker.ipynb #60e28c24
+# %% ../nbs/17b_worker.ipynb #edba0845
 @patch
 def _hand_back(self:Worker):
     "Leave the engine and what else was taken"
@@ -301,7 +301,7 @@ def quit(self:Worker):
     "At the end of the interpreter: a step in a thread must not outlive it"
     self.stop(); self.join(5.)
 
-# %% ../nbs/17b_worker.ipynb #84ca791f
+# %% ../nbs/17b_worker.ipynb #a7591030
 @patch
 def _begin(self:Worker):
     "Get the engine, from whoever drove it before"
@@ -333,7 +333,7 @@ def run(self:Worker):
         _log.exception("the engine thread ends")
     finally: self._end()
 
-# %% ../nbs/17b_worker.ipynb #78dc4c9f
+# %% ../nbs/17b_worker.ipynb #d5d2a0b6
 @patch(as_prop=True)
 def stalled(self:Worker)->bool:
     "Has a step, or what lies between two, or the look at a text, gone on for too long?"
@@ -350,7 +350,7 @@ def state(self:Worker)->str:
     if self.shared.llm is None or not self.is_alive(): return 'starting'
     return 'stalled' if self.stalled else 'ready'
 
-# %% ../nbs/17b_worker.ipynb #3f48f730
+# %% ../nbs/17b_worker.ipynb #3279c5b9
 @patch
 def give_up(self:Worker, e:Exception):
     "The thread is lost in a step, its readers are not; on the loop"
@@ -358,7 +358,7 @@ def give_up(self:Worker, e:Exception):
     self.close_boxes()
     self.desk.farewell()
 
-# %% ../nbs/17b_worker.ipynb #d0516e42
+# %% ../nbs/17b_worker.ipynb #4921500c
 @patch
 def num_queued(self:Worker)->int:
     "Answers that have no place in the batch yet, those on their way included"
