@@ -116,7 +116,7 @@ def _step(self:Worker)->float|None: # s until something may happen by itself; 0:
     return max(0., wake - llm.clock())
 
 # %% ../nbs/17b_worker.ipynb #bb6b7d16
-_CLOSED = "the event loop of this engine is closed"
+_CLOSED = "the event loop of this AsyncLLM is closed"
 
 @patch
 def _patience(self:Worker)->float:
