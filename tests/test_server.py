@@ -312,7 +312,7 @@ def test_texts_that_are_no_prompts(w):
     for r in (w.complete(far), w.chat(far), w.ask('POST', '/tokenize', dict(model='tiny', prompt=far))): assert r.error['code'] == 'context_length_exceeded' and 'characters' in r.error['message']
     r = w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * (w.llm.max_model_len + 1))); assert r.status == 400 and r.error['param'] == 'tokens'
     assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * w.llm.max_model_len)).status == 200
-    assert w.server.engine.worker.reserved == 0
+    assert w.server.engine.worker.desk.reserved == 0
 
 def test_a_body_that_outlives_the_engine(tiny):
     with background(lambda: LLM(tiny, **ENGINE), 'tiny') as server:
