@@ -633,3 +633,14 @@ async def abort(self:AsyncLLM,
     "End a request at the next step boundary; its stream gets a last item"
     box = self.worker.live.get(request_id)
     return box is not None and self.worker.leave(box)
+
+# %% ../nbs/18_async_engine.ipynb #9069a692
+@patch
+def ensure_ready(self:AsyncLLM):
+    "Raise `Unavailable` unless the engine serves"
+    self._serving()
+
+@patch
+async def off_loop(self:AsyncLLM, f, *args):
+    "Do something that takes time away from the event loop and from the engine"
+    return await self._off(f, *args)
