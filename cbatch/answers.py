@@ -6,7 +6,7 @@
 __all__ = ['DONE', 'PING', 'FAILURES', 'shown', 'chat_logprobs', 'text_logprobs', 'Head', 'Told', 'Chunks', 'frame',
            'failure_code', 'failure']
 
-# %% ../nbs/19b_answers.ipynb #93ad7e32
+# %% ../nbs/19b_answers.ipynb #5dd693ed
 import time, uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .core import CompletionOutput, Logprob, RequestOutput
 from .protocol import Ask
 from .wire import ProtocolError, dumps
 
-# %% ../nbs/19b_answers.ipynb #78eb8bfd
+# %% ../nbs/19b_answers.ipynb #fd79456e
 def shown(b:bytes)->str:
     "A token as text"
     try: return b.decode()
@@ -30,7 +30,7 @@ def _best(scores:dict[int, Logprob], k:int)->list[tuple[int, Logprob]]:
     "The `k` likeliest"
     return sorted(scores.items(), key=lambda t: -t[1].logprob)[:k]
 
-# %% ../nbs/19b_answers.ipynb #1b45c34c
+# %% ../nbs/19b_answers.ipynb #70545469
 def chat_logprobs(
     token_ids:list[int],
     scores:list[dict[int, Logprob]], # of the same tokens, each token's own among them
@@ -61,7 +61,7 @@ def text_logprobs(
             for i, d in zip(token_ids, scores)]
     return dict(tokens=words, token_logprobs=own, top_logprobs=tops if top else None, text_offset=at)
 
-# %% ../nbs/19b_answers.ipynb #2db8bffc
+# %% ../nbs/19b_answers.ipynb #02fe111b
 @dataclass
 class Head:
     "What all parts of an answer share"
@@ -81,7 +81,7 @@ class Head:
         return dict(id=self.id, object=kind, created=self.created, model=self.ask.model,
                     system_fingerprint=self.fingerprint, choices=choices, **more)
 
-# %% ../nbs/19b_answers.ipynb #afe40d9a
+# %% ../nbs/19b_answers.ipynb #ca072137
 @patch
 def usage(self:Head, outs:list[RequestOutput])->dict[str, Any]:
     "Tokens of an answer; `outs` are the prompts' reports"
@@ -105,7 +105,7 @@ def scores(self:Head, out:RequestOutput, answer:CompletionOutput, start:int=0, o
         ds = [*(out.prompt_logprobs or [None] * len(out.prompt_token_ids)), *ds]
     return text_logprobs(ids, ds, a.top, self.spell, offset)
 
-# %% ../nbs/19b_answers.ipynb #8da56068
+# %% ../nbs/19b_answers.ipynb #bdd3cb81
 @patch
 def prompt_scores(self:Head, out:RequestOutput)->list[dict|None]:
     "prompt_logprobs in vLLM's form"
@@ -134,7 +134,7 @@ def whole(self:Head,
     more = dict(prompt_logprobs=self.prompt_scores(outs[0])) if a.show_prompt and a.api == 'H' else {}
     return self.body(choices, usage=self.usage(outs), **more)
 
-# %% ../nbs/19b_answers.ipynb #1fa52024
+# %% ../nbs/19b_answers.ipynb #4f3a1837
 @dataclass
 class Told:
     "How far a choice has been told"
@@ -168,7 +168,7 @@ class Chunks:
         if not self.ask.include_usage: return []
         return [self.head.body([], True, usage=self.head.usage([*self.last.values()]))]
 
-# %% ../nbs/19b_answers.ipynb #92e9bd84
+# %% ../nbs/19b_answers.ipynb #334a211c
 @patch
 def news(self:Chunks,
     prompt:int,        # number of the prompt
@@ -198,14 +198,14 @@ def tell(self:Chunks, i:int, out:RequestOutput, c:CompletionOutput, prompt:str)-
         chunks.append(self.piece(i, None, 'length' if a.score_only else c.finish_reason))
     return chunks
 
-# %% ../nbs/19b_answers.ipynb #8a02846f
+# %% ../nbs/19b_answers.ipynb #44637e9b
 DONE, PING = b'data: [DONE]\n\n', b': still here\n\n'
 
 def frame(x:dict[str, Any])->bytes:
     "A server-sent event"
     return b'data: ' + dumps(x) + b'\n\n'
 
-# %% ../nbs/19b_answers.ipynb #fcbdd0a3
+# %% ../nbs/19b_answers.ipynb #bb2e8e5d
 # --- adapter: makes the code from a report's text. It can go once a report has a `failure` with a `code`
 _SAYS = {'the model gave NaN or infinite logits': 'nan_logits',
          'no token is left: the options forbid all': 'no_token_left'}
@@ -217,7 +217,7 @@ def failure_code(out:RequestOutput)->str|None:
     return _SAYS.get(out.error) or next((c for s, c in _BEGINS.items() if out.error.startswith(s)), 'engine')
 # --- end of the adapter
 
-# %% ../nbs/19b_answers.ipynb #e4d2ddf9
+# %% ../nbs/19b_answers.ipynb #15a52914
 _ENGINE = dict(status=500, message="the engine failed on this request", code='engine_error')
 FAILURES:dict[str, dict[str, Any]] = dict(  # code of a failure: what the client is told
     nan_logits=dict(status=500, message="the model gave numbers that are not finite", code='nan_logits'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['speller', 'Call', 'Handler', 'Front', 'no_model', 'merged', 'written', 'Events', 'make_app']
 
-# %% ../nbs/19e_front.ipynb #559cea1b
+# %% ../nbs/19e_front.ipynb #bdccedcb
 import asyncio, functools, hashlib, logging, re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -28,7 +28,7 @@ from .protocol import Ask, fitted, read_fields, read_request
 from .text import decode, token_bytes, vocab_of
 from .wire import ProtocolError, bad_request, dumps, parse_json, sanitise
 
-# %% ../nbs/19e_front.ipynb #9b8f1f1c
+# %% ../nbs/19e_front.ipynb #6ff66511
 _log = logging.getLogger('cbatch')
 
 def speller(tokenizer:Any)->Callable[[int], bytes]:
@@ -43,7 +43,7 @@ def speller(tokenizer:Any)->Callable[[int], bytes]:
         return token.replace('▁', ' ').encode()
     return spell
 
-# %% ../nbs/19e_front.ipynb #d189edf9
+# %% ../nbs/19e_front.ipynb #7cad0201
 class Call(Request):
     "A request, and the way to answer it"
     def __init__(self, scope:Scope, receive:Receive, send:Send):
@@ -58,7 +58,7 @@ class Handler:
         response = await self.f(Call(scope, receive, send))
         if response is not None: await response(scope, receive, send)
 
-# %% ../nbs/19e_front.ipynb #68b88e45
+# %% ../nbs/19e_front.ipynb #ec27cde2
 class Front:
     "The handlers, and what they share"
     def __init__(self,
@@ -89,7 +89,7 @@ class Front:
     @property
     def vocab_size(self)->int: return self.engine.llm.model.vocab_size
 
-# %% ../nbs/19e_front.ipynb #99ceb0d9
+# %% ../nbs/19e_front.ipynb #16e0f77c
 @patch
 def ready(self:Front):
     "Raise `ProtocolError` 503 unless the engine serves; counted as a refusal"
@@ -104,7 +104,7 @@ def lose(self:Front):
     self.lost.set_exception(ProtocolError(500, "the engine has stopped", code='engine_error'))
     self.lost.exception()                              # or asyncio complains that nobody looked
 
-# %% ../nbs/19e_front.ipynb #24462f36
+# %% ../nbs/19e_front.ipynb #d93b4b5a
 @patch
 async def read(self:Front,
     call:Call,
@@ -126,7 +126,7 @@ def no_model(name:str, hint:str=''):
     said = f"no model {sanitise(repr(name), 80)}" + (f": {hint}" if hint else '')
     raise ProtocolError(404, said, 'model', 'model_not_found')
 
-# %% ../nbs/19e_front.ipynb #36fecfe2
+# %% ../nbs/19e_front.ipynb #f56962b2
 @patch
 async def admit(self:Front, ask:Ask)->list[Stream]:
     "Streams of all prompts of an ask, or of none; a guessed max_tokens gives way"
@@ -142,7 +142,7 @@ async def admit(self:Front, ask:Ask)->list[Stream]:
         return await self.engine.add_many([(i, fitted(ask, room - len(i))) for i in ids], **kw)
     except (Overloaded, Unavailable, ValueError) as e: raise told(e, ask.where) from None
 
-# %% ../nbs/19e_front.ipynb #96d912a3
+# %% ../nbs/19e_front.ipynb #5d525004
 async def merged(
     streams:list[AsyncIterator[Any]],
     every:float,                     # s
@@ -167,7 +167,7 @@ async def merged(
         for t in todo: t.cancel()
         await asyncio.gather(*todo, return_exceptions=True)
 
-# %% ../nbs/19e_front.ipynb #bdcd6b93
+# %% ../nbs/19e_front.ipynb #f41f0ac6
 async def _last(stream:Stream)->AsyncIterator[RequestOutput]:
     yield await stream.result()
 
@@ -195,7 +195,7 @@ async def written(head:Head, outs:list[RequestOutput], prompts:list[str])->bytes
     num_tokens = sum(len(o.prompt_token_ids) + sum(len(c.token_ids) for c in o.outputs) for o in outs)
     return write() if num_tokens * (1 + (head.ask.top or 0)) < 2**14 else await asyncio.to_thread(write)
 
-# %% ../nbs/19e_front.ipynb #e7acbd4d
+# %% ../nbs/19e_front.ipynb #52c0b2fd
 _SSE = {'content-type': 'text/event-stream; charset=utf-8', 'cache-control': 'no-store', 'x-accel-buffering': 'no'}
 
 class Events:
@@ -219,7 +219,7 @@ class Events:
         await self.call.send(dict(type='http.response.start', status=200, headers=headers))
         return b''.join(map(frame, self.chunks.open()))
 
-# %% ../nbs/19e_front.ipynb #7194c901
+# %% ../nbs/19e_front.ipynb #1e809a13
 @patch
 async def send(self:Events, streams:list[Stream]):
     "Send it all; an error before the first piece is raised, a later one is a piece"
@@ -244,7 +244,7 @@ async def send_news(self:Events, streams:list[Stream]):
         if error: raise error
     await self.put(b''.join(map(frame, self.chunks.close())))
 
-# %% ../nbs/19e_front.ipynb #7db3ef41
+# %% ../nbs/19e_front.ipynb #a14aa11c
 @patch
 async def complete(self:Front, call:Call, api:str)->Response|None:
     "Handler of both completion APIs"
@@ -268,7 +268,7 @@ async def completions(self:Front, call:Call)->Response|None: return await self.c
 @patch
 async def chat(self:Front, call:Call)->Response|None: return await self.complete(call, 'H')
 
-# %% ../nbs/19e_front.ipynb #dca8a54f
+# %% ../nbs/19e_front.ipynb #bc4dd703
 def _json(x:Any, status:int=200, **headers)->Response: return Response(dumps(x), status, headers, 'application/json')
 
 @patch
@@ -294,7 +294,7 @@ async def health(self:Front, call:Call)->Response:
     state = self.engine.state if self.engine.is_live or self.engine.state != 'ready' else 'dead'
     return _json(dict(status=state)) if state == 'ready' else _json(dict(status=state), 503, **{'retry-after': '5'})
 
-# %% ../nbs/19e_front.ipynb #4cd1af77
+# %% ../nbs/19e_front.ipynb #170e8ce5
 @patch
 async def tokenize(self:Front, call:Call)->Response:
     v = await self.read(call, lambda d: read_fields('T', d, 0))
@@ -322,7 +322,7 @@ async def trace(self:Front, call:Call)->Response:
         bad_request(f"n={sanitise(repr(n), 40)}: must be an integer from 1 to 1000", 'n')
     return _json([asdict(r) for r in self.engine.records(int(n))])
 
-# %% ../nbs/19e_front.ipynb #9352e9e5
+# %% ../nbs/19e_front.ipynb #b59ad60e
 def make_app(
     front:Front,
     api_key:str|None=None,   # None: everybody may come in

@@ -6,7 +6,7 @@
 __all__ = ['Headers', 'check_key', 'check_size', 'client_id', 'told', 'as_error', 'Exchange', 'Gone', 'Gate', 'read_body',
            'unless_gone']
 
-# %% ../nbs/19d_gate.ipynb #b4a5ac08
+# %% ../nbs/19d_gate.ipynb #96fefbd3
 import asyncio, hmac, logging, re, uuid
 from collections.abc import Coroutine
 from fastcore.basics import patch
@@ -17,7 +17,7 @@ from .async_engine import Overloaded, Unavailable
 from .protocol import refusal
 from .wire import LIMITS, ProtocolError, bad_request, dumps, error_headers, sanitise
 
-# %% ../nbs/19d_gate.ipynb #6ccd4da6
+# %% ../nbs/19d_gate.ipynb #5f200f91
 _log = logging.getLogger('cbatch')
 Headers = list[tuple[bytes, bytes]]
 
@@ -36,13 +36,13 @@ def check_size(scope:Scope):
     if size <= most_bytes and len(headers) <= most: return
     raise ProtocolError(431, f"headers of {size} bytes: at most {most_bytes} bytes and {most} headers")
 
-# %% ../nbs/19d_gate.ipynb #55b1f266
+# %% ../nbs/19d_gate.ipynb #8254cb26
 def client_id(headers:Headers)->bytes:
     "The client's X-Request-Id, fit to be sent back, or one of ours"
     said = next((v for k, v in headers if k == b'x-request-id'), b'')
     return re.sub(rb'[^\w.-]', b'', said)[:64] or uuid.uuid4().hex.encode()
 
-# %% ../nbs/19d_gate.ipynb #4d456b2c
+# %% ../nbs/19d_gate.ipynb #a51d85aa
 def told(e:Overloaded|Unavailable|ValueError, where:str='prompt')->ProtocolError:
     "What a client is told about an exception of the engine's door"
     if isinstance(e, Overloaded):
@@ -61,7 +61,7 @@ def as_error(e:Exception, scope:Scope)->ProtocolError:
     _log.error("a request failed in the server", exc_info=e)
     return ProtocolError(500, "the server failed on this request", code='internal_error')
 
-# %% ../nbs/19d_gate.ipynb #08f56026
+# %% ../nbs/19d_gate.ipynb #aa92ad12
 class Exchange:
     "A request and its answer, as they pass"
     def __init__(self, scope:Scope, receive:Receive, send:Send):
@@ -80,7 +80,7 @@ class Exchange:
             m = {**m, 'headers': [*m['headers'], (b'x-request-id', self.id)]}
         await self.send(m)
 
-# %% ../nbs/19d_gate.ipynb #db40f038
+# %% ../nbs/19d_gate.ipynb #b04e962e
 @patch
 async def tell(self:Exchange, error:ProtocolError, headers:dict[str, str], linger_s:float):
     "Send an error; if the client is still sending, let it finish within reason"
@@ -100,7 +100,7 @@ async def drain(self:Exchange):
     "Read what nobody wants"
     while self.unread and (await self.hear())['type'] == 'http.request': pass
 
-# %% ../nbs/19d_gate.ipynb #ae5a964c
+# %% ../nbs/19d_gate.ipynb #b82fbb8f
 class Gone(Exception):
     "The client has left; there is nobody to answer"
 
@@ -126,7 +126,7 @@ class Gate:
             error, more = as_error(e, scope), dict(e.headers or {}) if isinstance(e, HTTPException) else {}
             if not x.started: await x.tell(error, more, self.linger_s)
 
-# %% ../nbs/19d_gate.ipynb #aff499bb
+# %% ../nbs/19d_gate.ipynb #8f3b7c5b
 async def read_body(
     headers:Headers,     # of the request
     receive:Receive,
@@ -153,7 +153,7 @@ async def _pieces(receive:Receive, most:int)->bytes:
 
 def _too_large(most:int): raise ProtocolError(413, f"the body is larger than {most} bytes", code='body_too_large')
 
-# %% ../nbs/19d_gate.ipynb #4c6f4c86
+# %% ../nbs/19d_gate.ipynb #98f305d3
 async def unless_gone(receive:Receive, work:Coroutine[Any, Any, Any])->Any:
     "The result of a coroutine, which is cancelled when the client hangs up; `Gone` then"
     async def hung_up():

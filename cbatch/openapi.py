@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['PATHS', 'schema', 'Path', 'document']
 
-# %% ../nbs/19c_openapi.ipynb #4d315042
+# %% ../nbs/19c_openapi.ipynb #9976bc4f
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from .core import MAX_CHARS
 from .protocol import CHAT_ROLES, Field, fields_of
 
-# %% ../nbs/19c_openapi.ipynb #fbd3b524
+# %% ../nbs/19c_openapi.ipynb #5f84d112
 _TEXT, _ID = dict(type='string'), dict(type='integer', minimum=0)
 _SOME, _IDS = dict(type='string', minLength=1), dict(type='array', minItems=1, items=_ID)
 _LINE = dict(type='string', minLength=1, maxLength=MAX_CHARS)
@@ -39,7 +39,7 @@ _SCHEMAS:dict[str, Callable[[Field], dict[str, Any]]] = dict(
     options=lambda f: dict(type='object', properties=dict(include_usage=dict(type='boolean'))),
     messages=lambda f: _list(f, 1, _MESSAGE))
 
-# %% ../nbs/19c_openapi.ipynb #fb57374f
+# %% ../nbs/19c_openapi.ipynb #cbd48743
 def _property(f:Field)->dict[str, Any]:
     s, null = _SCHEMAS[f.kind](f), dict(type='null')
     if not f.need: s = null if s == dict(enum=[]) else _any(s, null)
@@ -54,7 +54,7 @@ def schema(
     return dict(type='object', required=[k for k, f in rows.items() if f.need],
                 properties={k: _property(f) for k, f in rows.items()})
 
-# %% ../nbs/19c_openapi.ipynb #13104b06
+# %% ../nbs/19c_openapi.ipynb #3993f72a
 @dataclass(frozen=True)
 class Path:
     "A path of the server"
@@ -76,7 +76,7 @@ PATHS = [
     Path('/trace', 'get', 'trace', None, 'the last steps, if the server was told to show them'),
     Path('/openapi.json', 'get', 'openapi', None, 'this document')]
 
-# %% ../nbs/19c_openapi.ipynb #aa558b14
+# %% ../nbs/19c_openapi.ipynb #fc91d799
 _NONE = dict(type=['string', 'null'])
 _WRONG = dict(type='object', required=['message', 'type', 'param', 'code'],
               properties=dict(message=_TEXT, type=_TEXT, param=_NONE, code=_NONE))

@@ -133,7 +133,7 @@ class Exporter(Observer):
         self.registry.register(self)
         engine.observers.append(self)
 
-# %% ../nbs/19a_prometheus.ipynb #9bd0f2cd
+# %% ../nbs/19a_prometheus.ipynb #51749ae3
 @patch
 def _make(self:Exporter, kind:type[MetricWrapperBase], name:str, what:str, more=(), **kw)->Any:
     "A metric with our labels, of which only `more` are still to be said"
@@ -151,7 +151,7 @@ def _make_all(self:Exporter, llm):
     info = self._make(Gauge, 'cache_config_info', 'The KV pool, in labels', pool)
     info.labels(*self.labels.values(), *pool.values()).set(1)
 
-# %% ../nbs/19a_prometheus.ipynb #2733f1e1
+# %% ../nbs/19a_prometheus.ipynb #dee6d5f1
 @patch
 def _one(self:Exporter, kind:type[Metric], name:str, what:str, x:float)->Metric:
     f = kind(name, what, labels=[*self.labels])
@@ -246,7 +246,7 @@ def _sizes(o:RequestOutput, r:Request)->dict[str, float|None]:
 @patch
 def refused(self:Exporter, reason:str): self.rejected.labels(*self.labels.values(), reason).inc()
 
-# %% ../nbs/19a_prometheus.ipynb #5ee316fb
+# %% ../nbs/19a_prometheus.ipynb #97e4997c
 @patch
 def render(self:Exporter,
     accept:str='', # the request's Accept header

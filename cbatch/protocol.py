@@ -52,7 +52,7 @@ API_FIELDS = [
     Field('bad_words', 'CH', 'texts', 0, MOST['bad_words'], (), doc='texts that the answer must not have'),
     Field('ignore_eos', 'CH', 'boolean', default=False, doc='go on after the end-of-sequence ids')]
 
-# %% ../nbs/19_protocol.ipynb #ef80c6a6
+# %% ../nbs/19_protocol.ipynb #8fd0ee2f
 _LENGTH, _COUNT, _RANK = WHOLES['max_tokens'], WHOLES['logprobs'], LIMITS['priority']
 API_FIELDS += [
     Field('max_tokens', 'C', 'integer', 0, _LENGTH[1], doc='tokens to generate, 16 if absent; 0 only with echo'),
@@ -110,7 +110,7 @@ def _text(f:Field, x:Any, vocab:int)->str:
     _must(type(x) is str and f.least <= len(x) <= f.most, f, x, f'a string of {f.least} to {f.most} characters')
     return x
 
-# %% ../nbs/19_protocol.ipynb #2e97bd75
+# %% ../nbs/19_protocol.ipynb #7ecbe75d
 def _each(ok:bool, f:Field, x:object, what:str):
     if not ok: bad_request(f"{f.name} has {quote(x)}: {what}", f.name)
 
@@ -251,7 +251,7 @@ def _top(api:str, v:dict[str, Any])->int|None:
         bad_request("top_logprobs needs logprobs: true", 'top_logprobs')
     return (v['top_logprobs'] or 0) if v['logprobs'] else None
 
-# %% ../nbs/19_protocol.ipynb #d0fe3079
+# %% ../nbs/19_protocol.ipynb #2b8c0a14
 # --- adapter: makes the name from an error's text. It can go once all that the engine refuses are errors with a `param`
 def _param_of(e:ValueError)->str|None:
     if (param := getattr(e, 'param', None)) is not None: return param
@@ -300,7 +300,7 @@ def read_request(
                score_only=most == 0, fixed=most is not None, top=top, show_prompt=v['prompt_logprobs'] is not None,
                priority=v['priority'], user=v['user'], cache_salt=v['cache_salt'], timeout_s=v['timeout'])
 
-# %% ../nbs/19_protocol.ipynb #294f5c23
+# %% ../nbs/19_protocol.ipynb #bb151e4a
 def fitted(
     ask:Ask,
     room:int, # tokens that the context has left after the prompt

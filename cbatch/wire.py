@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['LIMITS', 'ProtocolError', 'bad_request', 'error_headers', 'sanitise', 'quote', 'parse_json', 'dumps']
 
-# %% ../nbs/18b_wire.ipynb #58b3b169
+# %% ../nbs/18b_wire.ipynb #919ed9d0
 import json, math, re, reprlib
 from typing import Any, NoReturn
 
-# %% ../nbs/18b_wire.ipynb #6c2e0b57
+# %% ../nbs/18b_wire.ipynb #06089558
 _TYPES = {401: 'authentication_error', 408: 'timeout_error', 429: 'rate_limit_error', 500: 'server_error',
           503: 'service_unavailable'}   # all others are invalid_request_error
 _HOPELESS = 'timeout', 'nan_logits'     # codes of what would go wrong again
@@ -35,7 +35,7 @@ def bad_request(message:str, param:str|None=None, code:str|None=None)->NoReturn:
     "Raise a `ProtocolError` 400"
     raise ProtocolError(400, message, param, code)
 
-# %% ../nbs/18b_wire.ipynb #4a4e8b26
+# %% ../nbs/18b_wire.ipynb #ebf36546
 def error_headers(e:ProtocolError)->dict[str, str]:
     "What goes into the headers of an error"
     if e.status == 401: return {'www-authenticate': 'Bearer'}
@@ -44,7 +44,7 @@ def error_headers(e:ProtocolError)->dict[str, str]:
     if e.code in _HOPELESS: headers['x-should-retry'] = 'false'
     return headers
 
-# %% ../nbs/18b_wire.ipynb #9e45ac71
+# %% ../nbs/18b_wire.ipynb #aa868532
 def sanitise(
     text:object,
     most:int=300,  # characters
@@ -59,7 +59,7 @@ def quote(x:object)->str:
     "What a client sent, briefly"
     return sanitise(reprlib.repr(x), 80)
 
-# %% ../nbs/18b_wire.ipynb #1fee7cc6
+# %% ../nbs/18b_wire.ipynb #4d917b98
 LIMITS:dict[str, int] = dict(
     body_bytes=4 * 2**20, header_bytes=32 * 2**10, headers=100, connections=1024,   # of HTTP
     depth=16, digits=20,                                                            # of JSON: levels; of an integer
@@ -85,7 +85,7 @@ def _constant(s:str): bad_request(f"the body has {s}, which is not JSON: numbers
 def _loads(text:str)->Any:
     return json.loads(text, object_pairs_hook=_pairs, parse_int=_int, parse_float=_float, parse_constant=_constant)
 
-# %% ../nbs/18b_wire.ipynb #e3948ba9
+# %% ../nbs/18b_wire.ipynb #76cca25c
 def parse_json(
     body:bytes,
 )->dict[str, Any]:
@@ -119,7 +119,7 @@ def _is_text(s:str, param:str|None):
     except UnicodeEncodeError as e:
         bad_request(f"character {e.start} of a string is no Unicode text (a lone surrogate)", param)
 
-# %% ../nbs/18b_wire.ipynb #cd0f51a9
+# %% ../nbs/18b_wire.ipynb #3be57cb0
 def dumps(x:Any)->bytes:
     "Strict JSON, as short as it goes"
     return json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(',', ':')).encode()
