@@ -30,7 +30,7 @@ def _best(scores:dict[int, Logprob], k:int)->list[tuple[int, Logprob]]:
     "The `k` likeliest"
     return sorted(scores.items(), key=lambda t: -t[1].logprob)[:k]
 
-# %% ../nbs/19b_answers.ipynb #70545469
+# %% ../nbs/19b_answers.ipynb #12a7d066
 def chat_logprobs(
     token_ids:list[int],
     scores:list[dict[int, Logprob]], # of the same tokens, each token's own among them
@@ -57,8 +57,9 @@ def text_logprobs(
         at.append(offset)
         offset += len(w)
     own = [d and _finite(d[i].logprob) for i, d in zip(token_ids, scores)]
-    tops = [d and {shown(spell(j)): _finite(lp.logprob) for j, lp in [*_best(d, top), (i, d[i])]}
-            for i, d in zip(token_ids, scores)]
+    def likely(i:int, d:dict[int, Logprob])->dict[str, float]:
+        return {shown(spell(j)): _finite(lp.logprob) for j, lp in [*_best(d, top), (i, d[i])]}
+    tops = [None if d is None else likely(i, d) for i, d in zip(token_ids, scores)]
     return dict(tokens=words, token_logprobs=own, top_logprobs=tops if top else None, text_offset=at)
 
 # %% ../nbs/19b_answers.ipynb #02fe111b

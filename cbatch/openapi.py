@@ -12,14 +12,14 @@ from typing import Any
 from .core import MAX_CHARS
 from .protocol import CHAT_ROLES, Field, fields_of
 
-# %% ../nbs/19c_openapi.ipynb #5f84d112
+# %% ../nbs/19c_openapi.ipynb #fa8935ee
 _TEXT, _ID = dict(type='string'), dict(type='integer', minimum=0)
 _SOME, _IDS = dict(type='string', minLength=1), dict(type='array', minItems=1, items=_ID)
 _LINE = dict(type='string', minLength=1, maxLength=MAX_CHARS)
 
 def _any(*schemas)->dict[str, Any]: return dict(anyOf=[*schemas])
-def _list(f:Field, least:float|None, items:dict)->dict[str, Any]:
-    return dict(type='array', minItems=least or 0, maxItems=f.most, items=items)
+def _list(f:Field, least:float, items:dict)->dict[str, Any]:
+    return dict(type='array', minItems=least, maxItems=f.most, items=items)
 def _bias(f:Field)->dict[str, Any]:
     return dict(type='object', maxProperties=f.most, propertyNames=dict(pattern='^[0-9]{1,9}$'),
                 additionalProperties=dict(type='number', minimum=-100, maximum=100))

@@ -8,16 +8,17 @@ __all__ = ['Buckets', 'TTFT', 'ITL', 'LATENCY', 'STEP_TOKENS', 'COUNTS', 'TIMES'
 
 # %% ../nbs/19a_prometheus.ipynb #3fa9b247
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fastcore.basics import patch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
-from typing import Any, NamedTuple
+from prometheus_client.registry import Collector
+from typing import Any, NamedTuple, cast
 from .answers import failure_code
 from .async_engine import AsyncLLM, Observer
-from .core import Request, RequestOutput, StepRecord
+from .core import Request, RequestMetrics, RequestOutput, StepRecord
 from .metrics import e2e_s, queue_s, tpot_s
 
 # %% ../nbs/19a_prometheus.ipynb #478d3e3a
@@ -115,6 +116,9 @@ class Since(NamedTuple):
 
 class Exporter(Observer):
     "Everything about an `AsyncLLM` that Prometheus may ask for"
+    hist:dict[str, Histogram]
+    rejected:Counter
+    corrupted:Counter
     def __init__(self,
         engine:AsyncLLM,       # started
         model_name:str|None=None, # label; None: the model's own name
@@ -130,7 +134,7 @@ class Exporter(Observer):
         self.since:dict[str, Since] = {}             # answers that run
         self.record:StepRecord|None = None           # the last step
         self._make_all(llm)
-        self.registry.register(self)
+        self.registry.register(cast(Collector, self))      # it has a `collect`, below
         engine.observers.append(self)
 
 # %% ../nbs/19a_prometheus.ipynb #51749ae3
@@ -151,15 +155,15 @@ def _make_all(self:Exporter, llm):
     info = self._make(Gauge, 'cache_config_info', 'The KV pool, in labels', pool)
     info.labels(*self.labels.values(), *pool.values()).set(1)
 
-# %% ../nbs/19a_prometheus.ipynb #dee6d5f1
+# %% ../nbs/19a_prometheus.ipynb #d7e1f40d
 @patch
-def _one(self:Exporter, kind:type[Metric], name:str, what:str, x:float)->Metric:
+def _one(self:Exporter, kind:Callable[..., Any], name:str, what:str, x:float)->Metric:
     f = kind(name, what, labels=[*self.labels])
     f.add_metric([*self.labels.values()], x)
     return f
 
 @patch
-def _by(self:Exporter, kind:type[Metric], name:str, what:str, label:str, values:dict[str, float])->Metric:
+def _by(self:Exporter, kind:Callable[..., Any], name:str, what:str, label:str, values:dict[str, float])->Metric:
     f = kind(name, what, labels=[*self.labels, label])
     for k, x in values.items(): f.add_metric([*self.labels.values(), k], x)
     return f
@@ -217,6 +221,7 @@ def _token(self:Exporter, since:Since, now:float):
 def finished(self:Exporter, output:RequestOutput, request:Request):
     "At the end of a request"
     m = output.metrics
+    if m is None: return             # no engine has made this report
     if self.record is None:          # no trace: `stepped` has seen no token
         since = Since(m.arrival, False)
         for t in m.token_times:
@@ -224,24 +229,25 @@ def finished(self:Exporter, output:RequestOutput, request:Request):
             since = Since(t, True)
     if failure_code(output) == 'nan_logits': self.corrupted.inc()
     if output.error or any(c.finish_reason not in ('stop', 'length') for c in output.outputs): return
-    for k, x in (_times(output) | _sizes(output, request)).items():
+    seen = _times(m, len(output.outputs)) | _sizes(output, request) | dict(request_num_preemptions=m.num_preemptions)
+    for k, x in seen.items():
         if x is not None: self.hist[k].observe(x)
 
-def _times(o:RequestOutput)->dict[str, float|None]:
+def _times(m:RequestMetrics, num_answers:int)->dict[str, float|None]:
     "Latencies of a request that ended as it should"
-    m = o.metrics
     first, start, end = m.token_times[0], m.scheduled_at, m.finished_at
+    if start is None or end is None: return {}
     return dict(e2e_request_latency_seconds=e2e_s(m), request_queue_time_seconds=queue_s(m),
                 request_prefill_time_seconds=first - start, request_decode_time_seconds=end - first,
                 request_inference_time_seconds=end - start,
-                request_time_per_output_token_seconds=tpot_s(m) if len(o.outputs) == 1 else None)
+                request_time_per_output_token_seconds=tpot_s(m) if num_answers == 1 else None)
 
 def _sizes(o:RequestOutput, r:Request)->dict[str, float|None]:
     "How large it was"
     lens = [len(c.token_ids) for c in o.outputs]
     return dict(request_prompt_tokens=len(o.prompt_token_ids), request_generation_tokens=sum(lens),
                 request_max_num_generation_tokens=max(lens), request_params_max_tokens=r.max_tokens,
-                request_params_n=r.params.n, request_num_preemptions=o.metrics.num_preemptions)
+                request_params_n=r.params.n)
 
 @patch
 def refused(self:Exporter, reason:str): self.rejected.labels(*self.labels.values(), reason).inc()

@@ -7,7 +7,7 @@ __all__ = ['APIS', 'API_FIELDS', 'CHAT_ROLES', 'READERS', 'Field', 'fields_of', 
            'read_request', 'fitted']
 
 # %% ../nbs/19_protocol.ipynb #6e6510d9
-import json, re
+import json, math, re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -21,8 +21,8 @@ class Field:
     name:str
     apis:str              # letters: Completions, cHat, Tokenize, Detokenize
     kind:str              # how it is read: see `READERS`
-    least:float|None=None # of a number; characters of a text; entries of a list
-    most:float|None=None  # as `least`
+    least:float=0         # of a number; characters of a text; entries of a list
+    most:float=math.inf   # as `least`
     default:object=None   # null means the same
     need:bool=False       # must be there
     only:tuple[object, ...]=()  # values of a field that is known, but not supported otherwise

@@ -17,7 +17,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .async_engine import AsyncLLM
 from .engine import LLM
 from .front import Front, make_app
-from .gate import Gate
 from .wire import LIMITS, ProtocolError, dumps
 
 # %% ../nbs/20_server.ipynb #1404d9e6
@@ -26,6 +25,8 @@ _log = logging.getLogger('cbatch')
 class Connection(H11Protocol):
     "uvicorn's connection, with a way to drop it, errors as JSON, and an end to waiting for a request or a reader"
     patience_s = 60.
+    first:asyncio.TimerHandle               # when somebody looks next
+    seen:tuple[object, int]|None            # what was there at the last look
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.app_state = {**self.app_state, 'drop': self.drop}
@@ -135,7 +136,7 @@ def stop(self:Server):
     if self.draining or self.engine.state == 'starting':        # in the latter case there is nobody to wait for
         self.force_exit = self.should_exit = True
         return
-    self.draining = self.loop.create_task(self.engine.drain(self.drain_timeout_s))
+    self.draining = asyncio.get_running_loop().create_task(self.engine.drain(self.drain_timeout_s))
     self.draining.add_done_callback(lambda t: setattr(self, 'should_exit', True))
 
 @patch
@@ -149,14 +150,14 @@ def capture_signals(self:Server)->Iterator[None]:
     finally:
         for s, f in old.items(): signal.signal(s, f)
 
-# %% ../nbs/20_server.ipynb #41fdecd6
+# %% ../nbs/20_server.ipynb #7a8b690d
 @patch
 async def on_tick(self:Server, counter:int)->bool:
     if self.engine.state in ('dead', 'stalled') and not self.code:
         self.code = 1
         _log.error("the engine is %s: the server ends", self.engine.state)
         self.front.lose()
-        self.loop.call_later(1., lambda: setattr(self, 'should_exit', True))
+        asyncio.get_running_loop().call_later(1., lambda: setattr(self, 'should_exit', True))
     return await uvicorn.Server.on_tick(self, counter)
 
 # %% ../nbs/20_server.ipynb #b450b512
@@ -229,5 +230,5 @@ def background(source:LLM|Callable[[], LLM], model_name:str, port:int=0, **kw)->
     server.up.wait()
     try: yield server
     finally:
-        if thread.is_alive(): server.handle_exit()
+        if thread.is_alive(): server.handle_exit(signal.SIGTERM, None)
         thread.join()
