@@ -66,7 +66,7 @@ def look(self:Connection):
     if idle and place == self.seen: return self.drop()
     self.seen, self.first = place, self.loop.call_later(self.patience_s, self.look)
 
-# %% ../nbs/20_server.ipynb #cff38af2
+# %% ../nbs/20_server.ipynb #9ef6f250
 @patch
 def data_received(self:Connection, data:bytes):
     H11Protocol.data_received(self, data)
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
                 if not self.code and not self.force_exit: await self.engine.close()
                 else: self.engine.worker.stop()
 
-# %% ../nbs/20_server.ipynb #003df3f5
+# %% ../nbs/20_server.ipynb #7c7d816e
 @patch
 def started_engine(self:Server, task:asyncio.Task):
     "The engine is ready; or it can't start and is dead, and `on_tick` sees it"
@@ -142,6 +142,7 @@ def stop(self:Server):
 @patch
 @contextmanager
 def capture_signals(self:Server)->Iterator[None]:
+    "Ours until the block ends, and not raised again after it"
     if current_thread() is not main_thread():
         yield
         return
@@ -150,7 +151,7 @@ def capture_signals(self:Server)->Iterator[None]:
     finally:
         for s, f in old.items(): signal.signal(s, f)
 
-# %% ../nbs/20_server.ipynb #7a8b690d
+# %% ../nbs/20_server.ipynb #16ab4b92
 @patch
 async def on_tick(self:Server, counter:int)->bool:
     if self.engine.state in ('dead', 'stalled') and not self.code:
@@ -183,7 +184,7 @@ def bind(
         raise ValueError(f"port {port}: {e.strerror}") from None
     return sock
 
-# %% ../nbs/20_server.ipynb #66ff98db
+# %% ../nbs/20_server.ipynb #ec874911
 def make_server(
     source:LLM|Callable[[], LLM], # a function makes it while the server already listens
     model_name:str,
