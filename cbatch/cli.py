@@ -7,7 +7,7 @@ __all__ = ['COMMANDS', 'Ask', 'crowd', 'let_in', 'clean', 'fit', 'Screen', 'pain
            'table_lines', 'claim', 'agreement', 'verdict', 'demo', 'replay', 'serve', 'usage', 'parse', 'main']
 
 # %% ../nbs/22_cli.ipynb #c80fe5f2
-import gc, json, os, random, shlex, shutil, sys, time, unicodedata
+import gc, json, logging, os, random, shlex, shutil, sys, time, unicodedata
 from collections import deque
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -465,7 +465,7 @@ def serve(
     trace:bool=False,                # show the last steps at /trace
 )->int:                              # exit code: 1 if the engine failed
     "Serve a model over HTTP, as OpenAI's API"
-    try: from cbatch.server import log, serve as run
+    try: from cbatch.server import serve as run
     except ModuleNotFoundError as e: raise ValueError(f"serve needs {e.name}: pip install 'cbatch[serve]'") from None
     get_policy(policy)
     failed, name = [], served_model_name or (Path(model).name if Path(model).exists() else model)
@@ -477,6 +477,7 @@ def serve(
         gc.collect(); gc.freeze()              # what is there by now stays: to look through all of it again would hold up a step for 0.2 s
         return llm
     hush = lambda record: not failed
+    log = logging.getLogger('cbatch')
     log.addFilter(hush)                        # what went wrong is said once, below
     try: code = run(make, name, host=host, port=port, api_key=api_key or os.environ.get('CBATCH_API_KEY'), drain_timeout_s=drain_timeout,
                     limits=dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout), metrics_compat=metrics_compat, trace=trace)

@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 from cbatch.handover import Box
 from cbatch.model import tiny_lm
-from cbatch.server import Connection, Events
+from cbatch.front import Events
+from cbatch.server import Connection
 from web import ref, web
 
 GROWTH_MB = 24
