@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['model_facts', 'step_work', 'rates', 'roofline', 'roofline_line']
 
-# %% ../nbs/20c_ceiling.ipynb #c8df3948
+# %% ../nbs/20c_ceiling.ipynb #a06dc102
 import time
 from typing import Any, Callable
 from .core import StepRecord
 
-# %% ../nbs/20c_ceiling.ipynb #ee477e8e
+# %% ../nbs/20c_ceiling.ipynb #9d43a843
 def model_facts(
     model:Any, # a CausalLM
 )->dict[str, int]:
@@ -34,7 +34,7 @@ def step_work(
     moved = (weights + rows * f['vocab']) * f['itemsize'] + (context + tokens) * f['kv_bytes']
     return moved, 2 * tokens * f['body'] + 2 * rows * f['head'] + f['attention'] * pairs
 
-# %% ../nbs/20c_ceiling.ipynb #1b69b4f6
+# %% ../nbs/20c_ceiling.ipynb #30d9f82d
 def _least_s(run:Callable[[], Any], repeats:int, cuda:bool)->float:
     "Least seconds that `run` takes"
     import torch
@@ -59,7 +59,7 @@ def rates(
     with torch.no_grad(): read, gemm = _least_s(x.sum, 7, cuda), _least_s(lambda: a @ b, 7, cuda)
     return dict(read_bytes=4 * n, bytes_per_s=4 * n / read, gemm_size=size, flop_per_s=2 * size ** 3 / gemm)
 
-# %% ../nbs/20c_ceiling.ipynb #ca1f03eb
+# %% ../nbs/20c_ceiling.ipynb #2bcc2994
 def roofline(
     recs:list[StepRecord],   # of the run
     facts:dict[str, int],    # from `model_facts`
@@ -76,5 +76,5 @@ def roofline_line(r:dict[str, float], speed:dict[str, float], duration_s:float)-
     "The same in a sentence"
     moved, did = f"{r['bytes'] / 1e9:.1f} GB", f"{r['operations'] / 1e12:.2f} TFLOP"
     rates = f"{speed['bytes_per_s'] / 1e9:.1f} GB/s and {speed['flop_per_s'] / 1e12:.2f} TFLOP/s"
-    return (f"roofline: {r['steps']:,} steps had to move {moved} and do {did}; at {rates} that takes {r['least_s']:.1f} s "
-            f"or more; it took {duration_s:.1f} s: {r['share']:.0%} of the roofline")
+    return (f"roofline: {r['steps']:,} steps had to move {moved} and do {did}; at {rates} that takes "
+            f"{r['least_s']:.1f} s or more; it took {duration_s:.1f} s: {r['share']:.0%} of the roofline")

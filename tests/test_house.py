@@ -11,7 +11,7 @@ MODULES = {'.'.join(p.relative_to(ROOT/'cbatch').with_suffix('').parts): p for p
            if p.name not in ('__init__.py', '_modidx.py')}
 # each module may import those before it
 ORDER = '''core model native sampling text token_loop static_batching kv_blocks paged_attention kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean kernels.triton_backend
-ragged_batch scheduler preemption prefix_caching policies trace metrics views engine workloads simulator dashboard async_engine protocol prometheus server bench cli'''.split()
+ragged_batch scheduler preemption prefix_caching policies trace metrics views engine workloads simulator dashboard async_engine protocol prometheus driving results ceiling peers contest bench people screen demo server cli'''.split()
 NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
 NAMES = 'LLM AsyncLLM SamplingParams EngineConfig RequestOutput CapacityError RequestFailed tiny_lm load_model'.split()
