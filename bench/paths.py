@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 import torch
 from cbatch import LLM, SamplingParams
-from cbatch.bench import machine, model_facts, rates, step_work
+from cbatch.ceiling import model_facts, rates, step_work
+from cbatch.results import machine
 from cbatch.kernels import lean
 from cbatch.model import load_model
 
