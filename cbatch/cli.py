@@ -15,7 +15,7 @@ from .bench import bench_scheduler, bench_serve, bench_throughput
 from .demo import demo_command, replay_command
 from .policies import get_policy
 
-# %% ../nbs/22_cli.ipynb #34483e2e
+# %% ../nbs/22_cli.ipynb #b8e2e209
 def _add(p:argparse.ArgumentParser, name:str, kind:Any, default:Any, text:str):
     "A parameter as an argument or an option"
     if default is inspect.Parameter.empty:
@@ -39,7 +39,7 @@ def make_parser(
         _add(p, name, kind, d.default, (d.docment or '').replace('%', '%%'))
     return p
 
-# %% ../nbs/22_cli.ipynb #7c50e1ee
+# %% ../nbs/22_cli.ipynb #1f1cc3bc
 def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
     "An engine for the server's thread; why there is none goes to `failed`"
     from cbatch.engine import LLM
@@ -76,7 +76,8 @@ def serve_command(
     try: from cbatch.server import serve
     except ModuleNotFoundError as e: raise ValueError(f"serve needs {e.name}: pip install 'cbatch[serve]'") from None
     get_policy(policy)
-    failed, name = [], served_model_name or (Path(model).name if Path(model).exists() else model)
+    failed:list[Exception] = []
+    name = served_model_name or (Path(model).name if Path(model).exists() else model)
     make = lambda: _make_llm(
         model, failed, dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STEP_LIMIT', 'run_generate', 'run_generate_batch', 'run_llama_cpp', 'post_stream', 'drive_url', 'served_model']
 
-# %% ../nbs/20d_peers.ipynb #cd81a9fd
+# %% ../nbs/20d_peers.ipynb #b2814327
 import asyncio, json, time
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .driving import Outcome
 from .metrics import token_times
 from .workloads import WorkItem, Workload
 
-# %% ../nbs/20d_peers.ipynb #340fbcc5
+# %% ../nbs/20d_peers.ipynb #9817ce4c
 def run_generate(
     model:Any,                # a CausalLM
     work:Workload,
@@ -36,7 +36,7 @@ def run_generate(
         out = model.hf_model.generate(ids, attention_mask=mask, generation_config=cfg)
         if out.shape[1] != width + n: raise RuntimeError(f"asked for {n} tokens, got {out.shape[1] - width}")
 
-# %% ../nbs/20d_peers.ipynb #c2e082a6
+# %% ../nbs/20d_peers.ipynb #8049acef
 def _collect(manager:Any, num:int)->dict[str, int]:
     "Tokens of each answer by its id, when all have come"
     done:dict[str, int] = {}
@@ -68,7 +68,7 @@ def run_generate_batch(
         done = _collect(m, len(ids))
     if done != ids: raise RuntimeError(f"asked for {sum(ids.values())} tokens, got {sum(done.values())}")
 
-# %% ../nbs/20d_peers.ipynb #0b0ce4e0
+# %% ../nbs/20d_peers.ipynb #b708a37b
 STEP_LIMIT = 2048  # tokens that llama.cpp computes in a step here, at most
 
 @dataclass
@@ -97,7 +97,7 @@ def _lay_out(batch:Any, slots:dict[int, _Sequence])->dict[int, int]: # slot -> r
     batch.n_tokens = i
     return rows
 
-# %% ../nbs/20d_peers.ipynb #48252b31
+# %% ../nbs/20d_peers.ipynb #0d3b00fa
 def _open_llama(
     L:Any,            # the module llama_cpp
     path:str|Path,
@@ -121,7 +121,8 @@ def run_llama_cpp(
     "llama.cpp's batch interface, a new request in each sequence that is done"
     import llama_cpp as L, numpy as np
     ctx, vocab = _open_llama(L, path, longest * num_slots, num_slots)
-    batch, slots = L.llama_batch_init(STEP_LIMIT, 0, 1), {}
+    slots:dict[int, _Sequence] = {}
+    batch = L.llama_batch_init(STEP_LIMIT, 0, 1)
     todo = deque(_Sequence(p, x.output_len) for p, x in zip(prompts, work))
     while todo or slots:
         _admit(slots, todo, num_slots)
@@ -137,7 +138,7 @@ def run_llama_cpp(
     L.llama_batch_free(batch)
     L.llama_free(ctx)
 
-# %% ../nbs/20d_peers.ipynb #9915d6d0
+# %% ../nbs/20d_peers.ipynb #9075500d
 async def _body(reader:asyncio.StreamReader, chunked:bool)->AsyncIterator[bytes]:
     "Pieces of a response's body, as they come"
     while True:
@@ -156,7 +157,7 @@ async def _lines(reader:asyncio.StreamReader, chunked:bool)->AsyncIterator[bytes
         for l in lines: yield l.strip()
     if buf: yield buf.strip()
 
-# %% ../nbs/20d_peers.ipynb #36bac692
+# %% ../nbs/20d_peers.ipynb #eda55f70
 def _head(url:str, length:int, key:str|None)->bytes:
     "The head of a POST"
     u = urlsplit(url)
@@ -184,7 +185,7 @@ async def post_stream(
             if l.startswith(b'data:') and l != b'data: [DONE]': yield time.perf_counter(), json.loads(l[5:])
     finally: writer.close()
 
-# %% ../nbs/20d_peers.ipynb #96842877
+# %% ../nbs/20d_peers.ipynb #cfc008c3
 def _times(chunks:list[float], total:int|None)->list[float]:
     "A time for each token: `total` of them came in these chunks, or one in each"
     n, k = len(chunks) if total is None else total, len(chunks)
@@ -213,7 +214,7 @@ async def _send(url:str, model:str, x:WorkItem, ids:list[int], start:float, gate
         else: s.error = None if s.metrics.token_times else 'no token came'
     return s
 
-# %% ../nbs/20d_peers.ipynb #fd003e0b
+# %% ../nbs/20d_peers.ipynb #b5e82949
 def drive_url(
     url:str,                # as http://host:port/v1
     work:Workload,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['QUESTIONS', 'Person', 'crowd', 'let_in']
 
-# %% ../nbs/21a_people.ipynb #65566541
+# %% ../nbs/21a_people.ipynb #7c8c2f7b
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable
@@ -13,7 +13,7 @@ from .core import RequestOutput, SamplingParams, StepRecord
 from .driving import serve_all
 if TYPE_CHECKING: from cbatch.engine import LLM
 
-# %% ../nbs/21a_people.ipynb #2b855997
+# %% ../nbs/21a_people.ipynb #1dcd5351
 @dataclass
 class Person:
     "One of the crowd"
@@ -22,7 +22,7 @@ class Person:
     question:str
     at:float = 0.    # s after the doors open
 
-# %% ../nbs/21a_people.ipynb #8e032565
+# %% ../nbs/21a_people.ipynb #807eae51
 QUESTIONS = """capital 12 What is the capital of France?
 tea 60 How do I make a cup of tea?
 essay 280 Write a long essay about the sea and the people who sailed it.
@@ -51,7 +51,7 @@ legs 16 How many legs does a spider have?
 freeze 16 At what temperature does water freeze?
 bye 8 Say goodbye in one word."""
 
-# %% ../nbs/21a_people.ipynb #852643bc
+# %% ../nbs/21a_people.ipynb #faa94b3c
 def crowd(
     seed:int=0,      # of the arrival times
     per_s:float=6.,  # people per second, once those at the door are in
@@ -66,14 +66,15 @@ def crowd(
         people.append(Person(name, int(n), question, t))
     return people
 
-# %% ../nbs/21a_people.ipynb #6b030c4b
+# %% ../nbs/21a_people.ipynb #e3409122
 def let_in(
     llm:'LLM',           # an engine that serves nobody else
     people:list[Person], # in order of arrival
     watch:Callable[[StepRecord], None]|None=None, # called with the record of each step
 )->dict[str, RequestOutput]:  # by name, in the order of `people`
     "Let people in when their time has come, whatever the engine is doing then"
-    done, chats = {}, getattr(llm.tokenizer, 'chat_template', None)
+    done:dict[str, RequestOutput] = {}
+    chats = getattr(llm.tokenizer, 'chat_template', None)
     def enter(i:int, arrival:float):
         p = people[i]
         prompt = [dict(role='user', content=p.question)] if chats else p.question

@@ -55,7 +55,8 @@ class Screen:
         title:str='',
         labels:dict[str, str]|None=None, # request id -> text for people
     ):
-        self.trace, self.title, self.labels = trace, title or trace.facts['policy'], labels or {}
+        self.facts:dict[str, Any] = trace.facts
+        self.trace, self.title, self.labels = trace, title or self.facts['policy'], labels or {}
         self.steps:list[dict[int, str]] = []  # of each step: slot -> what it did
         self.said:dict[str|None, _Said] = {}  # of the last step
         self.last:StepRecord|None = None
@@ -148,7 +149,7 @@ def _queue(self:Screen)->str:
 @patch
 def _memory(self:Screen, width:int)->str:
     "How much of the KV pool is held"
-    blocks, bar_w = self.trace.facts['num_blocks'], max(1, width - 36)
+    blocks, bar_w = self.facts['num_blocks'], max(1, width - 36)
     held = blocks - (self.state.num_free_blocks if self.state else blocks)
     bar = ('█' * -(-held * bar_w // blocks)).ljust(bar_w, '░')
     return f'KV     {bar} {held} of {blocks} blocks held'
@@ -179,7 +180,7 @@ def lines(self:Screen,
 )->list[str]:                    # each `width` columns at most
     "The picture"
     if not self.last or not self.state: return []
-    num, show, out = self.trace.facts['max_num_seqs'], max(1, height - 6), [self._head(width, color)]
+    num, show, out = self.facts['max_num_seqs'], max(1, height - 6), [self._head(width, color)]
     if whole: out += [f'{i:>2} ' + self.strip(i, width - 3, True, color) for i in range(min(num, show))]
     else:
         seats = {i: r for r, i in self.state.slots.items()}

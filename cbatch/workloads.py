@@ -281,7 +281,8 @@ def load_workload(
     name:str|None=None,
 )->Workload:                # its first arrival is 0
     "Read traffic by the names of its columns; `ValueError` with the line where a row can't be read"
-    path, col, items, dropped = Path(path), None, [], 0
+    path, col, dropped = Path(path), None, 0
+    items:list[WorkItem] = []
     if path.suffix.lower() not in ('.csv', '.jsonl'): raise ValueError(f"{path}: give a .csv or a .jsonl file")
     for n, row in _rows(path):
         col = col or _columns(path, row)
