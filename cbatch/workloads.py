@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WORKLOADS', 'PIECE', 'batch_steps', 'WorkItem', 'Workload', 'lognormal_lens', 'drawn', 'w64', 'w256', 'heavy',
-           'arrivals', 'chat', 'load_workload', 'get_workload']
+           'smaller', 'arrivals', 'chat', 'load_workload', 'get_workload']
 
 # %% ../nbs/15_workloads.ipynb #00d76ec6
 import csv, heapq, json, math
@@ -12,15 +12,16 @@ import numpy as np
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Iterable, Iterator
 from zlib import crc32
 from fastcore.basics import patch
-from .params import check_number, check_whole
+from .core import _number
 
 # %% ../nbs/15_workloads.ipynb #2154cec1
 def batch_steps(
-    lens:list,      # tokens of each answer, in order of arrival
+    lens:list[int], # tokens of each answer, in order of arrival
     num_slots:int,
-)->tuple:           # (static, continuous)
+)->tuple[int, int]: # (static, continuous)
     "Decoding steps that closed and open batches need for the same answers, all here from the start"
     static = sum(max(lens[i:i + num_slots]) for i in range(0, len(lens), num_slots))
     free_at = [0] * num_slots     # a heap: the slot that is free first takes the next in line
@@ -32,7 +33,7 @@ def batch_steps(
 class WorkItem:
     "Somebody who comes"
     output_len:int               # tokens it asks for
-    parts:list                   # (name, tokens) of its prompt; equal names are equal tokens
+    parts:list[tuple[Any, int]]  # (name, tokens) of its prompt; equal names are equal tokens
     arrival:float = 0.           # s from the start
     user:str|None = None
     priority:int = 0
@@ -44,23 +45,26 @@ class WorkItem:
     def prompt_ids(self,
         vocab_size:int, # ids are drawn from 0 to this
         seed:int=0,
-    )->list:
+    )->list[int]:
         "Its prompt as random token ids"
-        draw = lambda name, n: np.random.default_rng([seed, crc32(str(name).encode())]).integers(0, vocab_size, n).tolist()
-        return [i for name, n in self.parts for i in draw(name, n)]
+        ids:list[int] = []
+        for name, n in self.parts:
+            rng = np.random.default_rng([seed, crc32(str(name).encode())])
+            ids += rng.integers(0, vocab_size, n).tolist()
+        return ids
 
 # %% ../nbs/15_workloads.ipynb #1873c073
 @dataclass
 class Workload:
     "Requests in order of arrival"
     name:str
-    items:list                   # of WorkItem
+    items:list[WorkItem]
     max_num_seqs:int|None = None # slots it is meant for
     num_dropped:int = 0          # rows of its file that were no requests: answers of no tokens
 
     def __post_init__(self): self.items = sorted(self.items, key=lambda x: x.arrival)
-    def __len__(self): return len(self.items)
-    def __iter__(self): return iter(self.items)
+    def __len__(self)->int: return len(self.items)
+    def __iter__(self)->Iterator[WorkItem]: return iter(self.items)
     @property
     def num_prompt_tokens(self)->int: return sum(x.prompt_len for x in self.items)
     @property
@@ -68,35 +72,40 @@ class Workload:
     @property
     def duration_s(self)->float: return self.items[-1].arrival - self.items[0].arrival if self.items else 0.
 
-    def __repr__(self):
-        t = f' over {self.duration_s:,.1f} s' if self.duration_s else ', all at once'
-        return f'{self.name}: {len(self):,} requests{t}; {self.num_prompt_tokens:,} prompt and {self.num_output_tokens:,} output tokens' + f'; left out, without an answer: {self.num_dropped}' * bool(self.num_dropped)
+    def __repr__(self)->str:
+        when = f' over {self.duration_s:,.1f} s' if self.duration_s else ', all at once'
+        tokens = f'{self.num_prompt_tokens:,} prompt and {self.num_output_tokens:,} output tokens'
+        dropped = f'; left out, without an answer: {self.num_dropped}' if self.num_dropped else ''
+        return f'{self.name}: {len(self):,} requests{when}; {tokens}{dropped}'
 
 # %% ../nbs/15_workloads.ipynb #9db2bcb2
 @patch
-def _with(self:Workload, items, name=None)->Workload: return replace(self, items=list(items), name=name or self.name)
+def _with(self:Workload, items:Iterable[WorkItem], name:str|None=None)->Workload:
+    return replace(self, items=list(items), name=name or self.name)
 
 @patch
-def __getitem__(self:Workload, i)->Workload|WorkItem:
-    "One request, or a slice whose first arrival is the start"
+def __getitem__(self:Workload, i:int|slice)->Any:
+    "One request, or as a workload a slice whose first arrival is the start"
     if not isinstance(i, slice): return self.items[i]
     part = self.items[i]
-    return self._with((replace(x, arrival=x.arrival - part[0].arrival) for x in part), f'{self.name}[{"" if i.start is None else i.start}:{"" if i.stop is None else i.stop}]')
+    ends = ':'.join('' if n is None else str(n) for n in (i.start, i.stop))
+    return self._with((replace(x, arrival=x.arrival - part[0].arrival) for x in part), f'{self.name}[{ends}]')
 
 @patch
 def faster(self:Workload,
     factor:float, # 2 lets people come twice as fast
 )->Workload:
     "The same people in less time"
-    check_number('factor', factor, 1e-9, 1e9, 'a number above 0')
+    _number('factor', factor, 1e-9, 1e9, 'a number above 0')
     return self._with(replace(x, arrival=x.arrival / factor) for x in self.items)
 
 @patch
 def at(self:Workload,
-    arrivals, # s, one per request
+    arrivals:list[float], # s, one per request
 )->Workload:
     "The same people at other times"
-    if len(arrivals) != len(self): raise ValueError(f"{len(arrivals)} arrivals for {len(self)} requests: give one for each")
+    if len(arrivals) != len(self):
+        raise ValueError(f"{len(arrivals)} arrivals for {len(self)} requests: give one for each")
     return self._with(replace(x, arrival=float(t)) for x, t in zip(self.items, arrivals))
 
 @patch
@@ -108,18 +117,20 @@ def shorter(self:Workload,
 
 # %% ../nbs/15_workloads.ipynb #dc73a9a0
 def lognormal_lens(
-    rng, n:int,     # a numpy generator; how many
-    mean:float,     # of the distribution, before it is cut
-    sigma:float,    # of the logarithm
-    lo:int, hi:int, # cut to this range
-)->list:
+    rng:np.random.Generator,
+    n:int,
+    mean:float,         # of the distribution, before it is cut
+    sigma:float,        # of the logarithm
+    lo:float, hi:float, # cut to this range
+)->list[int]:
     "Lengths in tokens, skewed as real ones are"
-    return np.clip(np.round(rng.lognormal(math.log(mean) - sigma ** 2 / 2, sigma, n)), lo, hi).astype(int).tolist()
+    lens = np.round(rng.lognormal(math.log(mean) - sigma ** 2 / 2, sigma, n))
+    return np.clip(lens, lo, hi).astype(int).tolist()
 
 def drawn(
     name:str, n:int,
     sigma:float=.8, mean_out:float=96,
-    range_out:tuple=(4, 384),
+    range_out:tuple[int, int]=(4, 384),
     seed:int=0,
     max_num_seqs:int=32,
     mean_in:float=128,     # of the prompts, sigma 0.8, from 8 to four times the mean
@@ -128,7 +139,8 @@ def drawn(
     rng = np.random.default_rng(seed)
     prompts = lognormal_lens(rng, n, mean_in, .8, 8, 4 * mean_in)
     outs = lognormal_lens(rng, n, mean_out, sigma, *range_out)
-    return Workload(name, [WorkItem(o, [(f'{name}/{i}', p)]) for i, (p, o) in enumerate(zip(prompts, outs))], max_num_seqs)
+    items = [WorkItem(o, [(f'{name}/{i}', p)]) for i, (p, o) in enumerate(zip(prompts, outs))]
+    return Workload(name, items, max_num_seqs)
 
 def w64(seed:int=0)->Workload: return drawn('W64', 64, seed=seed)
 def w256(seed:int=0)->Workload: return drawn('W256', 256, seed=seed)
@@ -138,13 +150,24 @@ def heavy(seed:int=0)->Workload:
     "Short questions, of mean 32, and answers with a heavy tail: sigma 1.6, mean 48 before the cut, 1 to 1,024 tokens"
     return drawn('heavy', 1024, 1.6, 48, (1, 1024), seed, mean_in=32)
 
+# %% ../nbs/15_workloads.ipynb #38b0e5e2
+def smaller(
+    work:Workload,
+    n:int=12, # the first so many
+    k:int=8,  # parts of prompts, and answers, so many times as short
+)->Workload:
+    "A crowd of the same kind, to try things"
+    cut = lambda m: -(-m // k)
+    short = lambda x: replace(x, output_len=cut(x.output_len), parts=[(p, cut(m)) for p, m in x.parts])
+    return replace(work, items=[short(x) for x in work.items[:n]])
+
 # %% ../nbs/15_workloads.ipynb #23a0cc69
 def arrivals(
     n:int,
     rate:float=math.inf,   # requests per second; infinite: all at once
     burstiness:float=1.,   # 1: Poisson; below: bursts; infinite: equal gaps
     seed:int=0,
-)->list:                   # s; the last is n / rate
+)->list[float]:            # s; the last is n / rate
     "When `n` requests come: gaps gamma distributed, with mean 1 / rate"
     for name, x in dict(rate=rate, burstiness=burstiness).items():
         if not x > 0: raise ValueError(f"{name}={x!r}: must be above 0")
@@ -165,7 +188,9 @@ def chat(
     rng, items = np.random.default_rng(seed), []
     for s, start in enumerate(arrivals(num_sessions, rate, seed=seed)):
         parts, t = [('system', system_len)], start
-        for turn, (ask, say) in enumerate(zip(lognormal_lens(rng, num_turns, 32, .8, 4, 128), lognormal_lens(rng, num_turns, 64, .8, 4, 192))):
+        asks = lognormal_lens(rng, num_turns, 32, .8, 4, 128)
+        says = lognormal_lens(rng, num_turns, 64, .8, 4, 192)
+        for turn, (ask, say) in enumerate(zip(asks, says)):
             parts = [*parts, (f's{s}/ask{turn}', ask)]
             items.append(WorkItem(say, parts, t, user=f'u{s}', session=f's{s}'))
             parts, t = [*parts, (f's{s}/say{turn}', say)], t + float(rng.exponential(think_s))
@@ -174,12 +199,14 @@ def chat(
 WORKLOADS = dict(w64=w64, w256=w256, heavy=heavy, chat=lambda seed=0: chat(seed=seed))
 
 # %% ../nbs/15_workloads.ipynb #1fb987a6
-_NAMES = dict(arrival=('arrival', 'timestamp', 'arrived_at'), prompt_len=('prompt_len', 'contexttokens', 'request tokens', 'input_length', 'num_prefill_tokens'),
-              output_len=('output_len', 'generatedtokens', 'response tokens', 'output_length', 'num_decode_tokens'),
-              user=('user',), session=('session', 'session id', 'session_id'), priority=('priority',), hashes=('hash_ids',))
+_NAMES = dict(
+    arrival=('arrival', 'timestamp', 'arrived_at'),
+    prompt_len=('prompt_len', 'contexttokens', 'request tokens', 'input_length', 'num_prefill_tokens'),
+    output_len=('output_len', 'generatedtokens', 'response tokens', 'output_length', 'num_decode_tokens'),
+    user=('user',), session=('session', 'session id', 'session_id'), priority=('priority',), hashes=('hash_ids',))
 PIECE = 512  # tokens of a prompt that one of Mooncake's hash_ids stands for
 
-def _rows(path:Path):
+def _rows(path:Path)->Iterator[tuple[int, dict]]:
     "(line number, row) of a CSV or JSONL file"
     with open(path, encoding='utf-8-sig', newline='') as f:
         if path.suffix.lower() == '.csv':
@@ -194,14 +221,14 @@ def _rows(path:Path):
                 yield n, row
 
 # %% ../nbs/15_workloads.ipynb #db094245
-def _int(x, lo:int)->int:
+def _int(x:Any, lo:int)->int:
     "A whole number from CSV or JSON"
-    try: n = int(x) if isinstance(x, str) else int(x) if float(x) == int(x) else None
+    try: n = int(x) if isinstance(x, str) or float(x) == int(x) else None
     except (ValueError, TypeError, OverflowError): n = None
     if n is None or n < lo: raise ValueError(f"{x!r} is not a whole number from {lo} up")
     return n
 
-def _time(x, ms:bool)->float:
+def _time(x:Any, ms:bool)->float:
     "Seconds from a number, or from a date with any number of decimals"
     try: t = float(x)
     except (TypeError, ValueError):
@@ -212,37 +239,53 @@ def _time(x, ms:bool)->float:
     if not math.isfinite(t): raise ValueError(f"{x!r} is not a finite time")
     return t / 1000 if ms else t
 
-def _item(row:dict, col:dict, n:int)->WorkItem|None:
-    "A row as a request; None if it has no answer"
-    get = lambda k: row.get(col.get(k))
+# %% ../nbs/15_workloads.ipynb #0787e0f3
+def _numbers(row:dict, col:dict[str, str])->dict[str, Any]:
+    "Lengths, time and priority of a row; `ValueError` with the name of the column"
+    ms = col['prompt_len'] == 'input_length'
+    read = dict(prompt_len=lambda x: _int(x, 1), output_len=lambda x: _int(x, 0),
+                arrival=lambda x: _time(x, ms), priority=lambda x: _int(x, -2**31))
     what = {}
-    for k, f in dict(prompt_len=lambda x: _int(x, 1), output_len=lambda x: _int(x, 0), arrival=lambda x: _time(x, col['prompt_len'] == 'input_length'), priority=lambda x: _int(x, -2**31)).items():
+    for k, f in read.items():
         if k not in col: continue
-        try: what[k] = f(get(k))
+        try: what[k] = f(row.get(col[k]))
         except ValueError as e: raise ValueError(f"{col[k]}: {e}") from None
+    return what
+
+def _item(row:dict, col:dict[str, str], n:int)->WorkItem|None:
+    "A row as a request; None if it has no answer"
+    get = lambda k: row.get(col.get(k)) or None
+    what = _numbers(row, col)
     if not what['output_len']: return None
     left, parts = what.pop('prompt_len'), []
     for h in get('hashes') or ():
         if left > 0: parts.append((h, min(PIECE, left))); left -= PIECE
     if left > 0: parts.append((f'line{n}', left))
-    return WorkItem(parts=parts, user=get('user') or None, session=get('session') or None, **what)
+    return WorkItem(parts=parts, user=get('user'), session=get('session'), **what)
 
 # %% ../nbs/15_workloads.ipynb #4b6f90de
+def _columns(path:Path, row:dict)->dict[str, str]:
+    "What we look for -> the file's name for it"
+    low = {str(k).strip().lower(): k for k in row}
+    col = {k: low[a] for k, names in _NAMES.items() for a in names if a in low}
+    for k in ('prompt_len', 'output_len'):
+        if k in col: continue
+        has, know = ', '.join(map(str, row)), ', '.join(_NAMES[k])
+        raise ValueError(f"{path}: no column tells the {k}; has {has}, know {know}")
+    return col
+
 def load_workload(
-    path,                   # .csv or .jsonl
+    path:str|Path,          # .csv or .jsonl
     start:int=0,            # first request to take
     stop:int|None=None,     # one past the last
     name:str|None=None,
 )->Workload:                # its first arrival is 0
     "Read traffic by the names of its columns; `ValueError` with the line where a row can't be read"
-    path, col, items, dropped = Path(path), None, [], 0
+    path, col, dropped = Path(path), None, 0
+    items:list[WorkItem] = []
     if path.suffix.lower() not in ('.csv', '.jsonl'): raise ValueError(f"{path}: give a .csv or a .jsonl file")
     for n, row in _rows(path):
-        if col is None:
-            low = {str(k).strip().lower(): k for k in row}
-            col = {k: low[a] for k, names in _NAMES.items() for a in names if a in low}
-            for k in ('prompt_len', 'output_len'):
-                if k not in col: raise ValueError(f"{path}: no column tells the {k}; has {', '.join(map(str, row))}, know {', '.join(_NAMES[k])}")
+        col = col or _columns(path, row)
         if stop is not None and len(items) >= stop: break
         try: item = _item(row, col, n)
         except ValueError as e: raise ValueError(f"{path}, line {n}: {e}") from None
@@ -257,5 +300,5 @@ def get_workload(
 )->Workload:
     "A workload by name, or from a file"
     if name in WORKLOADS: return WORKLOADS[name](seed)
-    if not Path(name).is_file(): raise ValueError(f"workload {name!r}: know {', '.join(WORKLOADS)}, or give a .csv or .jsonl file")
-    return load_workload(name)
+    if Path(name).is_file(): return load_workload(name)
+    raise ValueError(f"workload {name!r}: know {', '.join(WORKLOADS)}, or give a .csv or .jsonl file")
