@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from cbatch import LLM
 from cbatch.driving import drive
-from cbatch.model import load_model, tiny_lm
+from cbatch.loading import load_model
+from cbatch.model import tiny_lm
 from cbatch.peers import run_generate
 from cbatch.results import best_of, write_record
 from cbatch.workloads import Workload, heavy, w64

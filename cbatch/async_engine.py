@@ -10,8 +10,9 @@ import asyncio, weakref
 from collections.abc import Callable, Iterable
 from fastcore.basics import patch
 from typing import Any, NoReturn
-from .core import MAX_SCORES, Request, RequestOutput, SamplingParams, StepRecord, _number as check_number
-from .engine import LLM
+from .core import Request, RequestOutput, StepRecord
+from .params import check_number as check_number, MAX_SCORES, SamplingParams
+from .llm import LLM
 from .handover import Box, for_future
 from .text import decode, encode_chat
 from .worker import Limits, Observer, Worker
@@ -338,3 +339,14 @@ async def decode(self:AsyncLLM,
 
 # %% ../nbs/18_async_engine.ipynb #5ca122b3
 AsyncLLM._serving, AsyncLLM._off, _RETRY = AsyncLLM.ensure_ready, AsyncLLM.off_loop, RETRY_S
+
+# %% ../nbs/18_async_engine.ipynb #9069a692
+@patch
+def ensure_ready(self:AsyncLLM):
+    "Raise `Unavailable` unless the engine serves"
+    self._serving()
+
+@patch
+async def off_loop(self:AsyncLLM, f, *args):
+    "Do something that takes time away from the event loop and from the engine"
+    return await self._off(f, *args)

@@ -10,7 +10,8 @@ import gc, math, os, time
 from collections.abc import Iterable
 from typing import Any
 from .contest import ContestSpec, is_peer, num_sampled, run_contest
-from .core import EngineConfig, Plan, Request, SamplingParams, StepOutput
+from .core import Plan, Request, StepOutput
+from .params import EngineConfig, SamplingParams
 from .driving import Outcome, drive
 from .peers import drive_url, served_model
 from .policies import get_policy
@@ -61,8 +62,9 @@ def _drive_here(
     slots:int, policy:str,
 )->tuple[list[Outcome], float, dict[str, Any]]: # what became of each, seconds, what the steps were like
     "Drive an engine of this process"
-    from cbatch.engine import LLM
-    from cbatch.model import load_model, tiny_lm
+    from cbatch.llm import LLM
+    from cbatch.loading import load_model
+    from cbatch.model import tiny_lm
     lm = tiny_lm() if model == 'tiny' else load_model(model, dtype, 'auto')
     with LLM(lm, policy=policy, max_num_seqs=slots) as llm:
         drive(llm, smaller(work.at([0.] * len(work)), 4), seed, 'warm')
@@ -117,7 +119,7 @@ def _sampled(requests:Iterable[Request])->dict[str, Any]:
 def _step(s:Scheduler, sampled:dict[str, Any]|None=None)->Plan:
     "Decide a step and take over what came of it"
     plan = s.schedule()
-    s.update(plan, StepOutput(_sampled(x.request for x in plan.scheduled if x.samples) if sampled is None else sampled))
+    s.update(plan, StepOutput(_sampled(x.request for x in plan.scheduled if x.rows) if sampled is None else sampled))
     return plan
 
 def _decoding(running:int, waiting:int, num_blocks:int, policy:str, caching:bool)->Scheduler:

@@ -42,7 +42,7 @@ def make_parser(
 # %% ../nbs/22_cli.ipynb #1f1cc3bc
 def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
     "An engine for the server's thread; why there is none goes to `failed`"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     try: llm = LLM(model, **config)
     except (ValueError, OSError) as e:
         failed.append(e)

@@ -35,7 +35,7 @@ def run_engine(
     **config:Any,         # of the engine
 )->dict[str, Any]:        # `run_results`, and records and answers besides
     "Serve a workload under a policy: the field's numbers, and where the time of a step went"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     with LLM(model, policy=policy, **{'trace': 100_000} | config) as llm:
         drive(llm, smaller(work, 4), seed, 'warm')
         def run()->dict[str, Any]:
@@ -138,7 +138,8 @@ def contestant(
 )->dict[str, Any]:
     "One engine on one workload"
     import transformers
-    from cbatch.model import load_model, tiny_lm
+    from cbatch.loading import load_model
+    from cbatch.model import tiny_lm
     transformers.logging.set_verbosity_error()
     logging.getLogger('transformers').setLevel(logging.ERROR)
     if name.startswith('openai:'): return _server(name[7:].rstrip('/'), spec, name)

@@ -11,7 +11,8 @@ import shlex, shutil, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from .core import RequestOutput, SamplingParams
+from .core import RequestOutput
+from .params import SamplingParams
 from .metrics import Comparison, compare, e2e_s, summarize
 from .people import Person, crowd, let_in
 from .policies import get_policy
@@ -39,7 +40,7 @@ def run_crowd(
     **config:Any,   # of the engine
 )->CrowdRun:
     "Serve the crowd under a policy, in view"
-    from cbatch.engine import LLM
+    from cbatch.llm import LLM
     name = batching_name(policy)
     with LLM(model, policy=policy, **config) as llm:
         opened = llm.clock()
@@ -149,8 +150,8 @@ def _figures(runs:list[CrowdRun], people:list[Person])->dict[str, Any]:
 # %% ../nbs/21c_demo.ipynb #bc0181d9
 def _ready(name:str, dtype:str)->Any:
     "The model, loaded and warm: the first step of a process pays for what no later one does"
-    from cbatch.engine import LLM
-    from cbatch.model import load_model
+    from cbatch.llm import LLM
+    from cbatch.loading import load_model
     model, params = load_model(name, dtype, 'auto'), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(model, num_blocks=8) as llm: llm.generate([[1, 2, 3]], params, use_tqdm=False)
     return model

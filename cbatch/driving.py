@@ -9,7 +9,8 @@ __all__ = ['VirtualClock', 'serve_all', 'Outcome', 'drive']
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterator
-from .core import RequestMetrics, RequestOutput, SamplingParams
+from .core import RequestMetrics, RequestOutput
+from .params import SamplingParams
 from .workloads import Workload
 if TYPE_CHECKING: from cbatch.engine import LLM
 
@@ -21,8 +22,8 @@ class VirtualClock:
         step_s:float=.03,    # what a step takes
         token_s:float=.0002, # and each token that it computes
     ):
-        self.t, self.step_s, self.token_s, self.execute = 0., step_s, token_s, llm.runner.execute
-        llm.clock, llm.sleep, llm.runner.execute = (lambda: self.t), self.sleep, self.run
+        self.t, self.step_s, self.token_s, self.execute = 0., step_s, token_s, llm.execute
+        llm.clock, llm.sleep, llm.execute = (lambda: self.t), self.sleep, self.run
 
     def sleep(self, s:float): self.t += s
 

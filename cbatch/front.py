@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from typing import Any
 from .answers import DONE, PING, Chunks, Head, failure, frame
 from .async_engine import AsyncLLM, Overloaded, Stream, Unavailable
-from .core import CapacityError, RequestOutput
+from .core import RequestOutput
+from .params import CapacityError
 from .gate import Gate, read_body, told, unless_gone
 from .openapi import PATHS, Path, document
 from .prometheus import Exporter

@@ -17,7 +17,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 from .core import Request, RequestOutput
-from .engine import Draft
+from .reports import Draft
 from .text import Detokenizer
 
 # %% ../nbs/17a_handover.ipynb #1afdccdf

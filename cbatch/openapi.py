@@ -9,7 +9,7 @@ __all__ = ['PATHS', 'schema', 'Path', 'document']
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from .core import MAX_CHARS
+from .params import MAX_CHARS
 from .protocol import CHAT_ROLES, Field, fields_of
 
 # %% ../nbs/19c_openapi.ipynb #fa8935ee

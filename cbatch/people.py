@@ -9,7 +9,8 @@ __all__ = ['QUESTIONS', 'Person', 'crowd', 'let_in']
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable
-from .core import RequestOutput, SamplingParams, StepRecord
+from .core import RequestOutput, StepRecord
+from .params import SamplingParams
 from .driving import serve_all
 if TYPE_CHECKING: from cbatch.engine import LLM
 

@@ -15,7 +15,7 @@ from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from .async_engine import AsyncLLM
-from .engine import LLM
+from .llm import LLM
 from .front import Front, make_app
 from .wire import LIMITS, ProtocolError, dumps
 

@@ -17,8 +17,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
-from .core import Request, RequestOutput, StepRecord, _number as check_number, _whole as check_whole
-from .engine import LLM, Draft
+from .core import Request, RequestOutput, StepRecord
+from .params import check_number as check_number, check_whole as check_whole
+from .llm import LLM
+from .reports import Draft
 from .handover import Aside, Box, Desk, last_report
 
 # %% ../nbs/17b_worker.ipynb #dc6a1c9b

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator
 from zlib import crc32
 from fastcore.basics import patch
-from .core import _number
+from .params import check_number
 
 # %% ../nbs/15_workloads.ipynb #2154cec1
 def batch_steps(
@@ -96,7 +96,7 @@ def faster(self:Workload,
     factor:float, # 2 lets people come twice as fast
 )->Workload:
     "The same people in less time"
-    _number('factor', factor, 1e-9, 1e9, 'a number above 0')
+    check_number('factor', factor, 1e-9, 1e9, 'a number above 0')
     return self._with(replace(x, arrival=x.arrival / factor) for x in self.items)
 
 @patch

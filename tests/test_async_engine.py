@@ -8,7 +8,8 @@ import pytest, torch
 from cbatch import CapacityError, LLM, SamplingParams
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Request, Status, StepOutput
-from cbatch.engine import Detokenizer, Draft
+from cbatch.engine import Detokenizer
+from cbatch.reports import Draft
 from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
@@ -55,7 +56,7 @@ async def rest(a):
 class Gate:
     "Holds an engine within its steps, until the test lets it go on"
     def __init__(self, llm):
-        self.plans, self.go, self.run, llm.runner.execute = [], threading.Semaphore(0), llm.runner.execute, self.execute
+        self.plans, self.go, self.run, llm.execute = [], threading.Semaphore(0), llm.execute, self.execute
         self.free = False
     def execute(self, plan):
         self.plans.append(plan)
@@ -383,7 +384,7 @@ def test_a_reader_who_never_reads_is_cut_off(engine, tiny, limits, why):
     "Row 23: with a reason, and his company does not notice"
     llm = engine(num_blocks=100)
     if 'send_timeout_s' in limits:
-        run = llm.runner.execute; llm.runner.execute = lambda plan: (time.sleep(.004), run(plan))[1]
+        run = llm.execute; llm.execute = lambda plan: (time.sleep(.004), run(plan))[1]
     async def main():
         async with serving(llm, **limits) as a:
             slow = await a.add(P[2], sp(max_tokens=100))
@@ -417,13 +418,13 @@ def test_a_box():
 
 def test_a_row_that_fails_fails_alone(engine, tiny):
     "Rows 24 and 25"
-    llm = engine(); real = llm.runner.forward
+    llm = engine(); real = llm.runner.executor.forward
     def forward(batch):
         logits = real(batch)
         for i, r in enumerate(batch.sampling):
             if r.user == 'nan' and len(r.output_ids) == 3: logits[i] = float('nan')
         return logits
-    llm.runner.forward = forward
+    llm.runner.executor.forward = forward
     push = Detokenizer.push
     async def main():
         async with serving(llm) as a:
@@ -445,12 +446,12 @@ def test_a_row_that_fails_fails_alone(engine, tiny):
 @pytest.mark.parametrize('exc', [RuntimeError, torch.OutOfMemoryError], ids=['forward', 'memory'])
 def test_a_step_that_fails(engine, tiny, exc):
     "Row 26: an exception ends those of the step; a lack of memory only halves it"
-    llm = engine(); real, calls = llm.runner.execute, []
+    llm = engine(); real, calls = llm.execute, []
     def execute(plan):
         calls.append(len(plan.scheduled))
         if len(calls) == 5: raise exc('bang')
         return real(plan)
-    llm.runner.execute = execute
+    llm.execute = execute
     async def main():
         async with serving(llm) as a:
             got = await asyncio.gather(*(read(s) for s in await a.add_many([(p, sp()) for p in P * 2])))
@@ -465,12 +466,12 @@ def test_a_device_that_is_lost(engine, monkeypatch):
     llm = engine(); probed = []
     def lost(*args, **kw): probed.append(1); raise RuntimeError('an illegal memory access was encountered')
     def execute(plan): raise RuntimeError('bang')
-    run, llm.runner.execute = llm.runner.execute, execute
+    run, llm.execute = llm.execute, execute
     async def main():
         async with serving(llm) as a:
             assert 'bang' in (await a.generate(P[0], sp())).error and a.is_live     # the device answers
-            llm.runner.execute = run
-        llm.runner.execute = execute
+            llm.execute = run
+        llm.execute = execute
         a = AsyncLLM(llm)
         monkeypatch.setattr(torch, 'zeros', lost)
         assert 'bang' in (await a.generate(P[0], sp())).error

@@ -3,11 +3,11 @@ import importlib.util, io, json, os, random, re, signal, subprocess, sys, time
 import pytest
 from cbatch import people
 from cbatch.cli import main, parse
-from cbatch.engine import LLM
+from cbatch.llm import LLM
 from cbatch.model import tiny_lm
 from cbatch.people import Person, crowd, let_in
 from cbatch.policies import Dynamic
-from cbatch.ragged_batch import ModelRunner
+from cbatch.runner import ModelRunner
 from cbatch.screen import Live, Screen, fit_columns
 from cbatch.token_loop import Agreement
 from test_trace import Crowd, act
@@ -147,9 +147,9 @@ def test_open_loop_under_a_policy_that_waits():
     asks = [Person(f'r{i}', 3 + i, 'x' * i, at) for i, at in enumerate((0., 0., .4, 9., 9.01, 30.))]
     with LLM(tiny_lm(), policy=Dynamic(window=.25), max_num_seqs=3, num_blocks=64) as llm:
         t = [5.]
-        execute = llm.runner.execute
+        execute = llm.execute
         def run(plan): t[0] += .01; return execute(plan)
-        llm.clock, llm.runner.execute = (lambda: t[0]), run
+        llm.clock, llm.execute = (lambda: t[0]), run
         def sleep(s): assert s >= 0; t[0] += s + 1e-6
         llm.sleep, seen = sleep, []
         outs = let_in(llm, asks, seen.append)

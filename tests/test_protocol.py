@@ -4,7 +4,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from cbatch.core import CapacityError, CompletionOutput, Logprob, RequestOutput, SamplingParams
+from cbatch.core import CompletionOutput, Logprob, RequestOutput
+from cbatch.params import CapacityError, SamplingParams
 from cbatch.answers import Chunks, Head, failure, frame
 from cbatch.openapi import document, schema
 from cbatch.protocol import API_FIELDS, APIS, READERS, fields_of, fitted, read_fields, read_request, refusal, unknown
