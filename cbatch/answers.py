@@ -207,16 +207,10 @@ def frame(x:dict[str, Any])->bytes:
     return b'data: ' + dumps(x) + b'\n\n'
 
 # %% ../nbs/38_answers.ipynb #bb2e8e5d
-# --- adapter: makes the code from a report's text. It can go once a report has a `failure` with a `code`
-_SAYS = {'the model gave NaN or infinite logits': 'nan_logits',
-         'no token is left: the options forbid all': 'no_token_left'}
-_BEGINS = {'deadline of ': 'deadline', 'cut off: ': 'slow_reader'}
-
 def failure_code(out:RequestOutput)->str|None:
     "Why a request failed; None if it did not"
-    if not out.error: return 'aborted' if any(c.finish_reason in ('abort', 'error') for c in out.outputs) else None
-    return _SAYS.get(out.error) or next((c for s, c in _BEGINS.items() if out.error.startswith(s)), 'engine')
-# --- end of the adapter
+    if out.failure: return out.failure.code.value
+    return 'aborted' if any(c.finish_reason in ('abort', 'error') for c in out.outputs) else None
 
 # %% ../nbs/38_answers.ipynb #15a52914
 _ENGINE = dict(status=500, message="the engine failed on this request", code='engine_error')

@@ -10,10 +10,10 @@ import asyncio, weakref
 from collections.abc import Callable, Iterable
 from fastcore.basics import patch
 from typing import Any, NoReturn
-from .core import Request, RequestOutput, StepRecord
-from .params import check_number as check_number, MAX_SCORES, SamplingParams
-from .llm import LLM
+from .core import Asked, RequestOutput, StepRecord
 from .handover import Box, for_future
+from .llm import LLM
+from .params import MAX_SCORES, ParamError, SamplingParams, check_number
 from .text import decode, encode_chat
 from .worker import Limits, Observer, Worker
 
@@ -154,7 +154,7 @@ def _room(self:AsyncLLM, num:int, num_tokens:int=0):
     "Raise `Overloaded` if the queue can't hold so many more answers, or tokens"
     w, most, most_tokens = self.worker, self.worker.limits.max_waiting, self.worker.limits.max_waiting_tokens
     if num > most:
-        raise ValueError(f"{num} answers at once: the queue holds {most}, raise max_waiting or ask for fewer")
+        raise ParamError('n', f"{num} answers at once: the queue holds {most}, raise max_waiting or ask for fewer")
     queued, tokens = w.num_queued(), w.shared.queue.num_tokens
     if queued + num > most: self._too_many('requests', f"{queued} answers wait, at most {most} may")
     if most_tokens and tokens and tokens + num_tokens > most_tokens:
@@ -207,14 +207,14 @@ class Stream:
 @patch
 def _check_names(self:AsyncLLM, names:list[str|None], num:int):
     "Raise `ValueError` for names that can't be given to so many requests"
-    if len(names) != num: raise ValueError(f"{len(names)} request_ids for {num} requests")
+    if len(names) != num: raise ParamError('request_ids', f"{len(names)} request_ids for {num} requests")
     for i in (given := [i for i in names if i is not None]):
-        if not isinstance(i, str): raise ValueError(f"request_id={i!r}: must be text")
+        if not isinstance(i, str): raise ParamError('request_id', f"request_id={i!r}: must be text")
         if i in self.worker.desk.live or given.count(i) > 1:
-            raise ValueError(f"request_id={i!r} is in use: wait until it ends, or leave it out")
+            raise ParamError('request_id', f"request_id={i!r} is in use: wait until it ends, or leave it out")
 
 @patch
-def _send(self:AsyncLLM, requests:list[Request], names:list[str|None], quiet:bool)->list[Stream]:
+def _send(self:AsyncLLM, requests:list[Asked], names:list[str|None], quiet:bool)->list[Stream]:
     "Hand checked requests to the thread"
     self._check_names(names, len(requests))
     w, desk, boxes = self.worker, self.worker.desk, []
@@ -252,12 +252,13 @@ async def add_many(self:AsyncLLM,
     self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests))
     return self._send(requests, request_ids or [None] * len(requests), quiet)
 
-def _check_scores(requests:list[Request]):
+def _check_scores(requests:list[Asked]):
     "Refuse a list that asks for more log probabilities than memory should hold"
     scores = sum(map(_num_scores, requests))
-    if scores > MAX_SCORES: raise ValueError(f"logprobs of {scores} tokens in all: at most {MAX_SCORES}")
+    if scores > MAX_SCORES:
+        raise ParamError('logprobs', f"logprobs of {scores} tokens in all: at most {MAX_SCORES}")
 
-def _num_scores(r:Request)->int:
+def _num_scores(r:Asked)->int:
     "Log probabilities that a request may bring"
     p = r.params
     of_prompt = 0 if p.prompt_logprobs is None else (1 + p.prompt_logprobs) * len(r.prompt_ids)
@@ -325,7 +326,7 @@ async def encode(self:AsyncLLM,
     llm = self.ensure_ready()
     def work()->list[int]:
         if not tools: return llm.encode(prompt)
-        if isinstance(prompt, str): raise ValueError("tools: they need messages, not a text")
+        if isinstance(prompt, str): raise ParamError('tools', "tools: they need messages, not a text")
         return encode_chat(llm.tokenizer, prompt, tools)
     return await self._charged(1, work)
 
@@ -336,17 +337,3 @@ async def decode(self:AsyncLLM,
 )->str:
     "Text of some token ids; `Overloaded`"
     return await self._charged(1, decode, self.ensure_ready().tokenizer, ids, skip_special_tokens)
-
-# %% ../nbs/35_async_engine.ipynb #5ca122b3
-AsyncLLM._serving, AsyncLLM._off, _RETRY = AsyncLLM.ensure_ready, AsyncLLM.off_loop, RETRY_S
-
-# %% ../nbs/35_async_engine.ipynb #9069a692
-@patch
-def ensure_ready(self:AsyncLLM):
-    "Raise `Unavailable` unless the engine serves"
-    self._serving()
-
-@patch
-async def off_loop(self:AsyncLLM, f, *args):
-    "Do something that takes time away from the event loop and from the engine"
-    return await self._off(f, *args)

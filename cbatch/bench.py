@@ -112,11 +112,11 @@ def bench_serve(
     return int(d['failed'] > 0)
 
 # %% ../nbs/49_bench.ipynb #0996d038
-def _sampled(requests:Iterable[Request])->dict[str, Any]:
+def _sampled(requests:Iterable[Request])->dict[str, list[int]]:
     "What the model brought: a token for each of these"
-    return {r.request_id: 1 for r in requests}
+    return {r.request_id: [1] for r in requests}
 
-def _step(s:Scheduler, sampled:dict[str, Any]|None=None)->Plan:
+def _step(s:Scheduler, sampled:dict[str, list[int]]|None=None)->Plan:
     "Decide a step and take over what came of it"
     plan = s.schedule()
     s.update(plan, StepOutput(_sampled(x.request for x in plan.scheduled if x.rows) if sampled is None else sampled))

@@ -7,7 +7,7 @@ __all__ = ['Scores', 'Status', 'Code', 'Failure', 'Asked', 'Request', 'Scheduled
            'Plan', 'Logprob', 'StepOutput', 'StepRecord', 'RequestMetrics', 'CompletionOutput', 'RequestOutput']
 
 # %% ../nbs/01_core.ipynb #88784188
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import NamedTuple
 from fastcore.basics import patch
@@ -82,6 +82,11 @@ class Request(Asked):
     finished_at:float|None = None
 
 # %% ../nbs/01_core.ipynb #8e968e95
+@patch(cls_method=True)
+def of(cls:Request, asked:Asked, **more)->Request:
+    "A request for what was asked; `more` replaces some of it"
+    return cls(**({f.name: getattr(asked, f.name) for f in fields(Asked)} | more))
+
 @patch(as_prop=True)
 def num_tokens(self:Request)->int: return len(self.prompt_ids) + len(self.output_ids)
 

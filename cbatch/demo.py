@@ -129,7 +129,7 @@ def _conclude(model:Any, runs:list[CrowdRun], exact:bool, short:str='2+2')->tupl
 
 def _save(runs:list[CrowdRun], people:list[Person], title:str, report:str, trace:str|None):
     "Write the report and the traces, and say where they are"
-    from cbatch.views import report_html
+    from cbatch.player import report_html
     if report:
         answers = [(p.question, runs[-1].outputs[p.name].outputs[0].text) for p in people]
         html = report_html({r.name: (r.trace, r.summary) for r in runs}, title, answers)
@@ -222,7 +222,7 @@ def replay_command(
 
 def _page(trace:Trace, name:str, path:str)->int:
     "A page with the player of one trace"
-    from cbatch.views import report_html
+    from cbatch.player import report_html
     recs = trace.records
     wall_s, num = (recs[-1].end - recs[0].start if recs else 0.), sum(s[3] for r in recs for s in r.scheduled)
     summary = dict(wall_s=wall_s, num_steps=len(recs), num_output_tokens=num,

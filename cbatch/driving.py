@@ -6,13 +6,15 @@
 __all__ = ['VirtualClock', 'serve_all', 'Outcome', 'drive']
 
 # %% ../nbs/44_driving.ipynb #fb6137ec
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 from .core import RequestMetrics, RequestOutput
 from .params import SamplingParams
+from .scheduler import STUCK
 from .workloads import Workload
-if TYPE_CHECKING: from cbatch.engine import LLM
+if TYPE_CHECKING: from cbatch.llm import LLM
 
 # %% ../nbs/44_driving.ipynb #6cfa0363
 class VirtualClock:
@@ -34,10 +36,8 @@ class VirtualClock:
 # %% ../nbs/44_driving.ipynb #f8704667
 def _turn(llm:'LLM')->tuple[list[RequestOutput], float|None]:
     "Run a step if one can: what it brought, and s to sleep; 0 when one ran, None if only an arrival helps"
-    before, outs = llm.scheduler.num_steps, llm.step()    # all of this is what `llm.turn()` will say
-    if llm.scheduler.num_steps > before: return outs, 0.
-    wake = llm.scheduler.next_wakeup
-    return outs, None if wake is None else max(1e-6, wake - llm.clock())
+    wait = llm.turn()
+    return llm.take(), None if wait in (None, math.inf) else wait
 
 # %% ../nbs/44_driving.ipynb #916868fc
 def serve_all(
@@ -58,7 +58,7 @@ def serve_all(
         waits = arrival_s + ([] if sleep_s is None else [sleep_s])
         if waits: llm.sleep(max(0., min(waits)))
         elif llm.has_unfinished:
-            raise RuntimeError("requests wait, and nothing will change: the policy must let somebody in")
+            raise RuntimeError(STUCK)
 
 # %% ../nbs/44_driving.ipynb #0f3554d4
 @dataclass

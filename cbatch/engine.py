@@ -6,9 +6,9 @@
 __all__ = ['Engine']
 
 # %% ../nbs/30_engine.ipynb #0321f57d
-import gc, logging, time, torch, warnings
+import gc, logging, math, time, torch, warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from fastcore.basics import patch
 from threading import Thread, current_thread
 from time import perf_counter
@@ -173,8 +173,7 @@ def enter(self:Engine,
 def _request(self:Engine, asked:Asked, request_id:str, **more:Any)->Request:
     "One answer's request under an id of its own"
     while request_id in self.requests: request_id += "'"
-    given = {f.name: getattr(asked, f.name) for f in fields(Asked)}
-    r = Request(**(given | dict(request_id=request_id, seq=self.num_added) | more))
+    r = Request.of(asked, request_id=request_id, seq=self.num_added, **more)
     if r.fork_of: r.params = replace(r.params, prompt_logprobs=None)
     return r
 
@@ -313,10 +312,8 @@ def abort(self:Engine,
     return True
 
 # %% ../nbs/30_engine.ipynb #c0874a5d
-_STUCK = "requests wait, nothing can run and nothing will change"
-
 @patch
-def turn(self:Engine)->float|None: # s until it may do something again: 0 after a step; None: nobody is here
+def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can change anything; None: nobody is here
     "Run a step, if one can run now; for loops that drive the engine. Reports go to their sinks, others to `take`"
     self.ensure_open()
     self._ours()
@@ -328,8 +325,7 @@ def turn(self:Engine)->float|None: # s until it may do something again: 0 after 
     if self.scheduler.num_steps > before: return 0.
     if not self.requests: return None
     wake = self.scheduler.next_wakeup
-    if wake is None: raise RuntimeError(f"{_STUCK}: the policy must let somebody in")
-    return max(0., wake - self.clock())
+    return math.inf if wake is None else max(0., wake - self.clock())
 
 # %% ../nbs/30_engine.ipynb #6bdd6729
 @patch

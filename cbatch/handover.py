@@ -16,15 +16,14 @@ from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Any
-from .core import Request, RequestOutput
-from .reports import Draft
-from .text import Detokenizer
+from .core import Asked, Code, Failure, Request, RequestOutput
+from .reports import Answer, Draft
 
 # %% ../nbs/33_handover.ipynb #1afdccdf
 class Box:
     "What one request has to say and its reader has not taken: the newest report, which says all that older ones said"
     def __init__(self,
-        request:Request,  # as `LLM.prepare` made it
+        request:Asked,    # as `LLM.prepare` made it
         public_id:str,    # what its caller calls it
         quiet:bool=False, # keep the last report only; the reader may change his mind
     ):
@@ -40,7 +39,8 @@ class Box:
         self.told = [0] * request.params.n # characters that he has taken, of each answer
         self.waiter:asyncio.Future[None]|None = None # he waits to be called
         # the engine thread's
-        self.why:str|None = None         # why it is cut off
+        self.name:str|None = None        # what the engine calls it, once it is in
+        self.why:Failure|None = None     # why it is cut off
         # anybody's: set once, and a second time does no harm
         self.leaving = False             # its end was asked for
 
@@ -88,29 +88,28 @@ def excess(self:Box,
     now:float,     # s
     max_bytes:int, # that may lie here
     max_s:float,   # how long they may
-)->str|None:       # None: all is well
+)->Failure|None:   # None: all is well
     "Why the reader of this box is cut off"
-    if self.num_bytes > max_bytes: return f'cut off: {self.num_bytes} bytes of text were not read'
-    if self.news is not None and now - self.since > max_s: return f'cut off: nothing was read for {max_s:g} s'
-    return None
+    if self.num_bytes > max_bytes: what = f'{self.num_bytes} bytes of text were not read'
+    elif self.news is not None and now - self.since > max_s: what = f'nothing was read for {max_s:g} s'
+    else: return None
+    return Failure(Code.SLOW_READER, f'cut off: {what}')
 
 # %% ../nbs/33_handover.ipynb #2a4857e4
 def last_report(
     box:Box,
     reason:str,      # finish reason of the answers that have none: error or abort
-    error:str|None,  # what went wrong, if something did
+    failure:Failure|None,  # what went wrong, if something did
 )->Draft:
     "A last report that is not the engine's: the one before, with an end to it"
     last = copy(box.last) or _silence(box)
-    last.finished, last.error = True, error
+    last.finished, last.failure = True, failure
     last.answers = [replace(c, finish_reason=c.finish_reason or reason, delta='') for c in last.answers]
     return last
 
 def _silence(box:Box)->Draft:
     "The report of a request of which nothing is known"
-    text = Detokenizer(None, box.request.params)
-    text.score = 0.
-    return Draft(box.id, [(copy(box.request), text) for _ in range(box.request.params.n)])
+    return Draft(box.id, [Answer(Request.of(box.request, sample_index=i), None) for i in range(box.request.params.n)])
 
 # %% ../nbs/33_handover.ipynb #af23cd9e
 class Desk:

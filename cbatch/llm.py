@@ -6,7 +6,7 @@
 __all__ = ['LLM']
 
 # %% ../nbs/31_llm.ipynb #23e80fc8
-import numbers
+import math, numbers
 from collections.abc import Iterator
 from fastcore.basics import patch
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams
 from .policies import get_policy
 from .reports import Draft
+from .scheduler import STUCK
 from .text import encode_chat
 
 # %% ../nbs/31_llm.ipynb #ec6dc33e
@@ -86,7 +87,9 @@ def encode(self:LLM,
 @patch
 def _pump(self:LLM):
     "Run a step on behalf of `generate` or `stream`, or wait until one can run"
-    if wait := self.turn(): self.sleep(min(.1, wait))    # in slices, to notice Ctrl-C
+    wait = self.turn()
+    if wait == math.inf: raise RuntimeError(STUCK)
+    if wait: self.sleep(min(.1, wait))    # in slices, to notice Ctrl-C
 
 @patch
 def generate(self:LLM,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Callable
 from .core import RequestOutput, StepRecord
 from .params import SamplingParams
 from .driving import serve_all
-if TYPE_CHECKING: from cbatch.engine import LLM
+if TYPE_CHECKING: from cbatch.llm import LLM
 
 # %% ../nbs/50_people.ipynb #1dcd5351
 @dataclass

@@ -17,9 +17,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from typing import Any, NamedTuple, cast
 from .answers import failure_code
-from .async_engine import AsyncLLM, Observer
-from .core import Request, RequestMetrics, RequestOutput, StepRecord
+from .async_engine import AsyncLLM
+from .core import Asked, Kind, RequestMetrics, RequestOutput, StepRecord, Why
 from .metrics import e2e_s, queue_s, tpot_s
+from .worker import Observer
 
 # %% ../nbs/40_prometheus.ipynb #478d3e3a
 Buckets = tuple[float, ...]
@@ -87,26 +88,17 @@ OWN = dict(      # of the scheduler: no other engine has them under a name we co
 SLOTS = dict(sampled='num_sampled_tokens', prefilling='num_prefilling', idle='num_idle')   # what a slot did in a step
 
 # %% ../nbs/40_prometheus.ipynb #9b6a00bd
-# --- adapter: makes the value from a decision's text. It can go once a decision says why by a value
-import re
-_WHYS = {r'batch full': 'batch_full', r'budget': 'budget', r'\d+ blocks? short': 'blocks',
-         r'memory ran short': 'memory', r'.* computes (the prompt|\d+ of its tokens)': 'prefix'}
-
-def _waits(record:StepRecord)->str|None:
-    "Why the last of those who wait does; None if nobody said so"
-    what = next((what for _, what in reversed(record.decisions) if what.startswith('waits: ')), None)
-    return what and next((why for says, why in _WHYS.items() if re.fullmatch(says, what[7:])), 'policy')
-# --- end of the adapter
-
-# why: label
-_REASON = dict(batch_full='batch_full', budget='budget', blocks='blocks', memory='blocks', prefix='prefix')
+_REASON:dict[str, str] = {   # why the head of the queue waits: label
+    Why.BATCH_FULL: 'batch_full', Why.BUDGET: 'budget', Why.BLOCKS: 'blocks', Why.MEMORY: 'blocks', Why.PREFIX: 'prefix',
+    Why.FORK: 'prefix'}
 REASONS = (*dict.fromkeys(_REASON.values()), 'policy')
 
 def why_waiting(
     record:StepRecord,
 )->str: # one of `REASONS`
     "Why the first in line did not join in this step"
-    return 'blocks' if record.preempted else _REASON.get(_waits(record) or '', 'policy')
+    why = next((d.why for d in reversed(record.decisions) if d.kind is Kind.WAITS), Why.NOTHING)
+    return 'blocks' if record.preempted else _REASON.get(why, 'policy')
 
 # %% ../nbs/40_prometheus.ipynb #1ec8ee8e
 class Since(NamedTuple):
@@ -218,7 +210,7 @@ def _token(self:Exporter, since:Since, now:float):
 
 # %% ../nbs/40_prometheus.ipynb #0994fb3b
 @patch
-def finished(self:Exporter, output:RequestOutput, request:Request):
+def finished(self:Exporter, output:RequestOutput, request:Asked):
     "At the end of a request"
     m = output.metrics
     if m is None: return             # no engine has made this report

@@ -11,7 +11,7 @@ import json, math, re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from .params import CapacityError, MAX_CHARS, MOST, NUMBERS, SamplingParams, WHOLES
+from .params import MAX_CHARS, MOST, NUMBERS, WHOLES, CapacityError, ParamError, SamplingParams
 from .wire import LIMITS, ProtocolError, bad_request, quote, sanitise
 
 # %% ../nbs/37_protocol.ipynb #d3f4e6ce
@@ -252,14 +252,6 @@ def _top(api:str, v:dict[str, Any])->int|None:
     return (v['top_logprobs'] or 0) if v['logprobs'] else None
 
 # %% ../nbs/37_protocol.ipynb #2b8c0a14
-# --- adapter: makes the name from an error's text. It can go once all that the engine refuses are errors with a `param`
-def _param_of(e:ValueError)->str|None:
-    if (param := getattr(e, 'param', None)) is not None: return param
-    if re.match(r'\d+ answers at once', str(e)): return 'n'
-    m = re.match(r'(?:\d+ entries of )?(\w+)', str(e))
-    return m and m[1]
-# --- end of the adapter
-
 _NAMES = {f.name for f in API_FIELDS}
 
 def refusal(
@@ -268,7 +260,7 @@ def refusal(
 )->ProtocolError:
     "What a client is told when the engine finds something wrong with its request"
     if isinstance(e, CapacityError): return ProtocolError(400, sanitise(e), where, 'context_length_exceeded')
-    param = _param_of(e)
+    param = e.param if isinstance(e, ParamError) else None
     return ProtocolError(400, sanitise(e), param if param in _NAMES else where)
 
 # %% ../nbs/37_protocol.ipynb #8d0e5cd9

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TextIO
 from fastcore.basics import patch
-from .core import StepRecord
-from .trace import State, Trace
+from .core import Decision, Kind, StepRecord, Why
+from .state import State
+from .trace import Trace
 
 # %% ../nbs/51_screen.ipynb #76f4c48c
 def harmless(text:str)->str:
@@ -33,19 +34,7 @@ def fit_columns(
     return text + ' ' * (width - sum(cols))
 
 # %% ../nbs/51_screen.ipynb #786ce2fc
-@dataclass(frozen=True)
-class _Said:
-    "A decision as the screen needs it"
-    request_id:str|None
-    kind:str   # admitted, resumed, preempted, waits, decode, ...
-    why:str    # what stands behind the colon
-    text:str   # all of it, for people
-
-def _decisions(rec:StepRecord)->Iterator[_Said]:
-    "What was decided in a step: nothing else here looks into a decision"
-    for request_id, what in rec.decisions:
-        kind = re.match(r'\w*', what)
-        yield _Said(request_id, kind[0] if kind else '', what.partition(': ')[2], what)
+_NEWS = Kind.ADMITTED, Kind.RESUMED, Kind.PREEMPTED   # what is worth a line
 
 # %% ../nbs/51_screen.ipynb #33d5684c
 class Screen:
@@ -58,7 +47,7 @@ class Screen:
         self.facts:dict[str, Any] = trace.facts
         self.trace, self.title, self.labels = trace, title or self.facts['policy'], labels or {}
         self.steps:list[dict[int, str]] = []  # of each step: slot -> what it did
-        self.said:dict[str|None, _Said] = {}  # of the last step
+        self.said:dict[str|None, Decision] = {}  # of the last step
         self.last:StepRecord|None = None
         self.state:State|None = None
         self.news, self.num_sampled, self.since = '', 0, 0.
@@ -85,10 +74,8 @@ def push(self:Screen, rec:StepRecord):
         did[state.slots[r]] = 'decode' if n == 1 and num_before >= state.requests[r][0] else 'prefill'
         self.num_sampled += sampled
     self.steps.append(did)
-    said = list(_decisions(rec))
-    self.last, self.said = rec, {d.request_id: d for d in said}
-    news = [f'{self.label(d.request_id)} {d.text}' for d in said
-            if d.request_id and d.kind in ('admitted', 'resumed', 'preempted')]
+    self.last, self.said = rec, {d.request_id: d for d in rec.decisions}
+    news = [f'{self.label(d.request_id)} {d}' for d in rec.decisions if d.request_id and d.kind in _NEWS]
     news = news or [f'{self.label(r)} finished: {why}' for r, why in rec.finished]
     self.news = news[-1] if news else self.news
 
@@ -131,8 +118,8 @@ def _seat(self:Screen, slot:int, r:str|None, pads:bool, width:int, color:bool)->
     "The line of one slot"
     what_w, label_w = 24 * (width >= 72), min(28, width // 4)
     said, text = self.said.get(r) if r else None, 'waits' if r else 'computes padding' if pads else ''
-    if said: text = said.text
-    if said and said.kind == 'decode' and self.state and r:
+    if said: text = str(said)
+    if said and said.why is Why.DECODE and said.kind is Kind.RUNS and self.state and r:
         text = f'decode, token {self.state.computed[r] + 2 - self.state.requests[r][0]}'
     strip = self.strip(slot, max(1, width - what_w - label_w - 5), color=color)
     return f'{slot:>2} {strip} {fit_columns(self.label(r) if r else "", label_w)} {fit_columns(text, what_w)}'
@@ -143,7 +130,7 @@ def _queue(self:Screen)->str:
     waiting = self.state.waiting if self.state else []
     names = [self.label(r) for r in waiting[:4]]
     first = self.said.get(waiting[0]) if waiting else None
-    if first and first.kind == 'waits': names[0] += f' ({first.why})'
+    if first and first.kind is Kind.WAITS: names[0] += f' ({first.reason})'
     return f'queue  {len(waiting):<3} ' + ' | '.join(names + ['...'] * (len(waiting) > 4))
 
 @patch

@@ -17,11 +17,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
-from .core import Request, RequestOutput, StepRecord
-from .params import check_number as check_number, check_whole as check_whole
-from .llm import LLM
-from .reports import Draft
+from .core import Asked, Code, Failure, RequestOutput, StepRecord
 from .handover import Aside, Box, Desk, last_report
+from .llm import LLM
+from .params import check_number, check_whole
+from .reports import Draft
+from .scheduler import STUCK
 
 # %% ../nbs/34_worker.ipynb #dc6a1c9b
 _log = logging.getLogger('cbatch')
@@ -107,15 +108,10 @@ class Worker(Thread):
 # %% ../nbs/34_worker.ipynb #87c1fe74
 @patch
 def _step(self:Worker)->float|None: # s until something may happen by itself; 0: a step ran; None: nobody is here
-    "Run a step, if one can run"
-    llm, before = self.mine.llm, self.mine.llm.scheduler.num_steps
-    if llm.has_unfinished: llm.step()             # reports go to `_report`
-    if llm.scheduler.num_steps > before: return 0.
-    if not llm.has_unfinished: return None
-    wake = llm.scheduler.next_wakeup
-    if wake is None:
-        raise RuntimeError("requests wait, nothing can run and nothing will change: the policy must let somebody in")
-    return max(0., wake - llm.clock())
+    "Run a step, if one can run; reports go to `_report`"
+    wait = self.mine.llm.turn()
+    if wait == math.inf: raise RuntimeError(STUCK)
+    return wait
 
 # %% ../nbs/34_worker.ipynb #bb6b7d16
 _CLOSED = "the event loop of this AsyncLLM is closed"
@@ -167,27 +163,32 @@ def obituary(self:Worker)->str|None: # None: nothing has gone wrong
     return f'the engine stopped: {_said(self.error)}' if self.error else None
 
 @patch
+def _death(self:Worker)->Failure|None: return Failure(Code.ENGINE, str(self.obituary())) if self.error else None
+
+@patch
 def _let_in(self:Worker, boxes:list[Box]):
     "Let requests into the engine's queue"
     for box in boxes:
         self.mine.entered += box.request.params.n
-        try: self.mine.boxes[self.mine.llm.enter(box.request, partial(self._report, box))] = box
+        try: box.name = self.mine.llm.enter(box.request, partial(self._report, box))
         except Exception as e:
             _log.exception("the engine can't take %s", box.id)
-            if box.put(last_report(box, 'error', _said(e)), monotonic()): self.mine.told.append(box)
+            failure = Failure(Code.ENGINE, _said(e))
+            if box.put(last_report(box, 'error', failure), monotonic()): self.mine.told.append(box)
+        else: self.mine.boxes[box.name] = box
 
 @patch
 def _report(self:Worker, box:Box, draft:Draft):
     "Take a report of the engine, within its step"
     if draft.finished:
-        self.mine.doubt |= draft.error is not None
+        self.mine.doubt |= draft.failure is not None
         self._see_off(box, draft)
     if box.put(draft, monotonic()): self.mine.told.append(box)
 
 @patch
 def _see_off(self:Worker, box:Box, draft:Draft):
     "A request has ended: why, and who must know"
-    draft.error = draft.error or box.why
+    draft.failure = draft.failure or box.why
     if self.error:
         for c in draft.answers:
             if c.finish_reason in (None, 'abort'): c.finish_reason = 'error'
@@ -199,7 +200,7 @@ def _see_off(self:Worker, box:Box, draft:Draft):
 class Observer:
     "Sees what happens; the first two are called in the engine's thread and must be quick. For subclasses"
     def stepped(self, record:StepRecord|None, metrics:dict[str, Any]): pass # after each step; no record without a trace
-    def finished(self, output:RequestOutput, request:Request): pass  # with the last report of a request
+    def finished(self, output:RequestOutput, request:Asked): pass  # with the last report of a request
     def refused(self, reason:str): pass    # requests, tokens, or the state of an engine that is not ready
 
 @patch
@@ -219,10 +220,10 @@ def leave(self:Worker, box:Box)->bool: # False: it is ending already
     return True
 
 @patch
-def _abort(self:Worker, box:Box, why:str|None=None):
+def _abort(self:Worker, box:Box, why:Failure|None=None):
     "End a request, if it has not ended"
     box.why = box.why or why
-    if box.request.group is not None: self.mine.llm.abort(box.request.group)
+    if box.name is not None: self.mine.llm.abort(box.name)
 
 # %% ../nbs/34_worker.ipynb #e0e1582a
 @patch
@@ -268,13 +269,13 @@ def close_boxes(self:Worker):
     "A last report for everybody at the desk who has none; by the thread at its end, by the loop after it"
     reason = 'error' if self.error else 'abort'
     for box in list(self.desk.live.values()):
-        if not box.closed: box.put(last_report(box, reason, self.obituary()), monotonic())
+        if not box.closed: box.put(last_report(box, reason, self._death()), monotonic())
 
 @patch
 def _end(self:Worker):
     "The last act: everybody gets a last report, whatever has happened"
     for box in list(self.mine.boxes.values()):
-        try: self._abort(box, self.obituary())
+        try: self._abort(box, self._death())
         except Exception: _log.exception("the engine can't end %s", box.id)
     self.shared.over = True
     self.close_boxes()

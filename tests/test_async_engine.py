@@ -8,7 +8,7 @@ import pytest, torch
 from cbatch import CapacityError, LLM, SamplingParams
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Request, Status, StepOutput
-from cbatch.engine import Detokenizer
+from cbatch.reports import Detokenizer
 from cbatch.reports import Draft
 from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
