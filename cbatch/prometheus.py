@@ -234,7 +234,7 @@ def _times(m:RequestMetrics, num_answers:int)->dict[str, float|None]:
                 request_inference_time_seconds=end - start,
                 request_time_per_output_token_seconds=tpot_s(m) if num_answers == 1 else None)
 
-def _sizes(o:RequestOutput, r:Request)->dict[str, float|None]:
+def _sizes(o:RequestOutput, r:Asked)->dict[str, float|None]:
     "How large it was"
     lens = [len(c.token_ids) for c in o.outputs]
     return dict(request_prompt_tokens=len(o.prompt_token_ids), request_generation_tokens=sum(lens),
