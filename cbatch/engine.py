@@ -33,6 +33,9 @@ _log = logging.getLogger('cbatch')
 
 class Engine:
     "Serves any number of requests by continuous batching"
+    model:Any = None          # a `CausalLM`; None: closed
+    runner:Any = None
+    tokenizer:Any = None
     def __init__(self,
         model:CausalLM,
         config:EngineConfig,
@@ -313,7 +316,7 @@ def abort(self:Engine,
 
 # %% ../nbs/30_engine.ipynb #c0874a5d
 @patch
-def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can change anything; None: nobody is here
+def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can help; None: nobody is here
     "Run a step, if one can run now; for loops that drive the engine. Reports go to their sinks, others to `take`"
     self.ensure_open()
     self._ours()
@@ -383,8 +386,6 @@ def close(self:Engine):
     if self.model is None: return
     for i in list(self.groups): self.abort(i)
     cuda = torch.device(self.model.device).type == 'cuda'
-    self.model:Any = None
-    self.runner:Any = None
-    self.tokenizer = self.door.tokenizer = None
+    self.model = self.runner = self.tokenizer = self.door.tokenizer = None
     gc.collect()
     if cuda: torch.cuda.empty_cache()
