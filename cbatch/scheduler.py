@@ -156,7 +156,8 @@ def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
         found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
         n = self.policy.chunk(self, r, r.num_left - found.num_tokens, plan.left)
         if not (why := self._why_not(r, n, found, plan)): return self._join(r, n, found, plan)
-        if why.why is not Why.BLOCKS or not (idler := self.idler(r)): break
+        if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
+        if not (idler := self.idler(r)): break
         self.preempt(idler, plan, self.preemptor.why)
         why = None                                    # look again: it may have held what was found
     self.num_refused += 1

@@ -181,6 +181,32 @@ def crowd(seed, policy, mode):
     w.memory = Exact(w.pool, w.cfg.block_size)
     return live_on(w, rng)
 
+class Script(Policy):
+    "Does what it is told: asks a request, or pauses one"
+    name = 'script'
+    def turns(self, s, plan):
+        for act, r in self.todo:
+            if act == 'pause': s.pause(r, plan)
+            else: yield r
+
+def test_a_block_is_not_taken_before_it_is_copied():
+    """A fork joins by a copy of its sibling's last block; the sibling rests; a third comes back from the host, in the
+    same step, and needs memory: not that block, which is copied after swapping"""
+    p = Script()
+    w = World(4, 4, 4, 20, p, preemption='swap')
+    w.memory = Exact(w.pool, 4)
+    w.add([1, 1, 2, 3, 4, 5, 6], 6)
+    w.add([8, 1, 2, 3, 4, 5], 6, n=2)
+    x, first, fork = w.all
+    for todo in [('ask', x)], [], [('ask', first)], [('ask', fork), ('pause', first), ('ask', x)]:
+        if not todo: w.preempt(0)
+        p.todo = todo
+        w.step()
+    assert fork.output_ids and first.num_computed_tokens and x.host_table
+    while w.live:
+        p.todo = [('ask', r) for r in w.live]
+        w.step()
+
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
 @pytest.mark.parametrize('make', [lambda seed: PromptsFirst(), lambda seed: TakeTurns(), Restless],
                          ids=['prompts first', 'take turns', 'restless'])
