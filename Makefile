@@ -12,7 +12,7 @@ help:
 	@echo "make test      set up, then check everything: export, notebooks, tests, docs, wheel"
 	@echo "make test-all  the same with what is slow, and every notebook's stored outputs"
 	@echo "make docs      build the site into _docs"
-	@echo "make nbs       run notebooks and store their outputs (some: NBS='nbs/00_core.ipynb')"
+	@echo "make nbs       run notebooks and store their outputs (some: NBS='nbs/01_core.ipynb')"
 	@echo "make bench     throughput beside peers and the machine's limit, and the scheduler alone (under twenty minutes)"
 	@echo "make records   measure again whatever else the docs show (most of an hour); both write bench/records"
 	@echo "make hooks     nbdev's hooks for git and Jupyter, for those who edit notebooks"

@@ -14,7 +14,8 @@ extras = {k.removesuffix("_requirements"): split(k) for k in cfg if k.endswith("
 minors = range(int(cfg["min_python"].split(".")[1]), 14)
 status = {"3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}[cfg["status"]]
 # pictures lie in the repository: elsewhere the text needs their whole address
-readme = (here / "README.md").read_text(encoding="utf-8").replace("](assets/", f"]({cfg['git_url']}/raw/{cfg['branch']}/assets/")
+raw = f"{cfg['git_url']}/raw/{cfg['branch']}"
+readme = (here / "README.md").read_text(encoding="utf-8").replace("](assets/", f"]({raw}/assets/")
 
 setup(
     name=cfg["lib_name"],

@@ -1,6 +1,9 @@
-"""Record `cbatch demo` and draw the picture of the home page: python bench/demo.py  Writes bench/records/demo.json and assets/demo.svg."""
-import sys, tempfile
+"""Record `cbatch demo` and draw the picture of the home page: python bench/demo.py
+
+Writes bench/records/demo.json and assets/demo.svg."""
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 import matplotlib
 from cbatch.cli import main as cbatch
 from cbatch.trace import Trace
@@ -15,10 +18,13 @@ def draw(static:Trace, continuous:Trace, path:Path):
         axs = compare_timelines(static, continuous, names=('static batching', 'continuous batching'))
         axs[0].figure.savefig(path, metadata=dict(Date=None), facecolor='white')
 
-def main(*args):
-    with tempfile.TemporaryDirectory() as tmp:
-        code = cbatch(['demo', '--no-live', '--record', str(ROOT/'bench/records/demo.json'), '--report', f'{tmp}/demo.html', '--trace', f'{tmp}/demo.jsonl', *args])
-        if not code: draw(*(Trace.load(f'{tmp}/demo-{n}.jsonl') for n in ('static', 'continuous')), ROOT/'assets/demo.svg')
+def main(*args:str)->int:
+    with TemporaryDirectory() as tmp:
+        record = ['--record', str(ROOT/'bench/records/demo.json')]
+        files = [*record, '--report', f'{tmp}/demo.html', '--trace', f'{tmp}/demo.jsonl']
+        code = cbatch(['demo', '--no-live', *files, *args])
+        traces = [] if code else [Trace.load(f'{tmp}/demo-{n}.jsonl') for n in ('static', 'continuous')]
+    if traces: draw(*traces, ROOT/'assets/demo.svg')
     return code
 
 if __name__ == '__main__': sys.exit(main(*sys.argv[1:]))

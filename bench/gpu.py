@@ -10,7 +10,7 @@ DRY = '--dry-run' in sys.argv
 if DRY: os.environ['TRITON_INTERPRET'] = '1'
 import torch
 from cbatch import LLM, SamplingParams
-from cbatch.cli import _machine
+from cbatch.results import machine
 from cbatch.kernels.kv_write import kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
@@ -200,7 +200,7 @@ def main():
     if a.turing_child: return turing_child()
     if not DRY and not torch.cuda.is_available(): sys.exit('no GPU here; --dry-run tries the script itself')
     import triton
-    rec = dict(command='python bench/gpu.py', seed=0, machine=_machine(), triton=triton.__version__)
+    rec = dict(command='python bench/gpu.py', seed=0, machine=machine(), triton=triton.__version__)
     if not DRY: rec.update(gpu=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(), cuda=torch.version.cuda)
     def part(name, f, *args):
         try: rec[name] = f(*args)

@@ -1,14 +1,15 @@
 """Prove by trying: python bench/invariants.py [million [STEPS]] [faults]  Writes bench/records/invariants.json.
 
-million: random lives of the real scheduler, allocator, prefix cache and preemptors before a toy model, every invariant checked after every step.
-faults: plants each fault of tests/memory_faults.py and tests/test_mutations.py and says which random life or schedule finds it."""
-import os; os.environ.setdefault('CBATCH_NATIVE', '0')      # faults are planted in Python, so Python must be what runs; the tests do the same
+million: random lives of the real scheduler, allocator, prefix cache and preemptors before a toy model, every
+invariant checked after every step. faults: plants each fault of tests/memory_faults.py and tests/test_mutations.py
+and says which random life or schedule finds it."""
+import os; os.environ.setdefault('CBATCH_NATIVE', '0')      # faults are planted in Python, so Python must be what runs
 import json, random, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from traceback import extract_tb
 from unittest.mock import patch
-from cbatch.cli import _machine
+from cbatch.results import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tests'))
@@ -28,7 +29,9 @@ def million(steps=1_000_000):
 def first_failure(plant, run, seeds):
     "The first seed whose run goes wrong with the fault planted"
     with ExitStack() as stack:
-        plant(lambda owner, name, new: stack.enter_context(patch(owner, name, new) if isinstance(owner, str) else patch.object(owner, name, new)))
+        def put(owner, name, new):
+            stack.enter_context(patch(owner, name, new) if isinstance(owner, str) else patch.object(owner, name, new))
+        plant(put)
         for seed in range(seeds):
             try: run(seed)
             except Exception as e: return seed, (str(e).splitlines() or [extract_tb(e.__traceback__)[-1].line])[0][:100]
@@ -39,13 +42,19 @@ def faults():
     from harness import run_schedule
     from toy import Crowd
     from world import draw_world, live_on
-    def life(seed): rng = random.Random(seed); live_on(draw_world(rng), rng)
+    def life(seed):
+        rng = random.Random(seed)
+        live_on(draw_world(rng), rng)
     rows = []
-    def row(name, by, hit): rows.append(dict(fault=name.replace('_', ' '), found_by=by, seed=hit and hit[0], says=hit and hit[1])); print(rows[-1], flush=True)
+    def row(name, by, hit):
+        rows.append(dict(fault=name.replace('_', ' '), found_by=by, seed=hit and hit[0], says=hit and hit[1]))
+        print(rows[-1], flush=True)
     for name, plant in memory_faults.FAULTS.items(): row(name, 'lives', first_failure(plant, life, 400))
     for name, (plant, policy, by) in test_mutations.FAULTS.items():
-        run = (lambda seed: Crowd(seed, 'vllm').run()) if by == 'toy' else (lambda seed: run_schedule(seed, test_mutations.POLICY[policy](), 8))
-        row(name, 'toy crowds' if by == 'toy' else 'engine schedules', first_failure(plant, run, 200 if by == 'toy' else 30))
+        if by == 'toy': row(name, 'toy crowds', first_failure(plant, lambda seed: Crowd(seed, 'vllm').run(), 200))
+        else:
+            run = lambda seed: run_schedule(seed, test_mutations.POLICY[policy](), 8)
+            row(name, 'engine schedules', first_failure(plant, run, 30))
     return rows
 
 def main(*args):
@@ -53,8 +62,8 @@ def main(*args):
     for f in (million, faults):
         if args and f.__name__ not in args: continue
         n = [int(a) for a in args if a.isdigit()] if f is million else []
-        res = f(*n)
-        old[f.__name__] = dict(command=f"python bench/invariants.py {' '.join([f.__name__, *map(str, n)])}", machine=_machine(), result=res)
+        res, command = f(*n), ' '.join(['python bench/invariants.py', f.__name__, *map(str, n)])
+        old[f.__name__] = dict(command=command, machine=machine(), result=res)
         OUT.write_text(json.dumps(old, indent=1) + '\n')
     return int(any(r['seed'] is None for r in old.get('faults', {}).get('result', [])))
 

@@ -104,10 +104,10 @@ def w64(lm, quick=False, n=64):
 
 def main(*names):
     from cbatch import load_model
-    from cbatch.cli import _machine
+    from cbatch.bench import machine
     quick, names = '--quick' in names, [n for n in names if n != '--quick']
     facts, old, lm = dict(command='python bench/serve.py', seed=SEED,
-                          machine=_machine()), json.loads(OUT.read_text()) if OUT.exists() else {}, load_model('smollm2')
+                          machine=machine()), json.loads(OUT.read_text()) if OUT.exists() else {}, load_model('smollm2')
     for f in (users, w64):
         if names and f.__name__ not in names: continue
         r = json.loads(json.dumps(f(lm, quick)), parse_float=lambda x: round(float(x), 4))

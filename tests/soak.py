@@ -1,13 +1,15 @@
 """A server among bad company: python tests/soak.py [--seconds 600] [--seed 0]
 
-Clients that leave, dawdle, send garbage or ask for too much, and some honest ones whose greedy answers are compared with the oracle, on a pool too small
-for all of them. At the end no block, thread, task, socket or file is left, and memory has grown by less than GROWTH_MB since the first quarter."""
+Clients that leave, dawdle, send garbage or ask for too much, and some honest ones whose greedy answers are compared
+with the oracle, on a pool too small for all of them. At the end no block, thread, task, socket or file is left, and
+memory has grown by less than GROWTH_MB since the first quarter."""
 import argparse, gc, json, os, random, socket, threading, time
 from collections import Counter
 from pathlib import Path
-from cbatch.async_engine import Box
+from cbatch.handover import Box
 from cbatch.model import tiny_lm
-from cbatch.server import Connection, Events
+from cbatch.front import Events
+from cbatch.server import Connection
 from web import ref, web
 
 GROWTH_MB = 24
@@ -39,8 +41,9 @@ class Company:
         return 'right'
 
     def leaver(self):
-        s = self.w.raw(prompt=[self.rng.randrange(256) for _ in range(self.rng.randint(1, 60))], stream=self.rng.random() < .7, max_tokens=30,
-                       n=self.rng.choice([1, 1, 2]), temperature=1)
+        prompt = [self.rng.randrange(256) for _ in range(self.rng.randint(1, 60))]
+        stream, n = self.rng.random() < .7, self.rng.choice([1, 1, 2])
+        s = self.w.raw(prompt=prompt, stream=stream, max_tokens=30, n=n, temperature=1)
         if self.rng.random() < .7: s.recv(self.rng.randint(1, 2000))
         if self.rng.random() < .3: s.shutdown(self.rng.choice([socket.SHUT_WR, socket.SHUT_RD]))
         if self.rng.random() < .5: time.sleep(self.rng.random() * .02)
@@ -56,10 +59,10 @@ class Company:
         return 'dawdled'
 
     def fool(self):
-        body = self.rng.choice([b'', b'{', b'\xff' * 50, b'[' * 5000, b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "x", "n": 99}',
-                                b'{"model": "no", "prompt": "x"}',
-                                json.dumps(dict(model='tiny', prompt=[5] * 500)).encode(), json.dumps(dict(model='tiny', prompt='x', tools=1,
-                                        logit_bias={'999': 1})).encode()])
+        body = self.rng.choice([b'', b'{', b'\xff' * 50, b'[' * 5000, b'{"model": "tiny"}',
+                                b'{"model": "tiny", "prompt": "x", "n": 99}', b'{"model": "no", "prompt": "x"}',
+                                json.dumps(dict(model='tiny', prompt=[5] * 500)).encode(),
+                                json.dumps(dict(model='tiny', prompt='x', tools=1, logit_bias={'999': 1})).encode()])
         r = self.w.ask('POST', self.rng.choice(['/v1/completions', '/v1/chat/completions', '/nowhere']), body)
         assert 400 <= r.status < 500, (body, r.status, r.body)
         assert 'error' in r.json
@@ -68,13 +71,15 @@ class Company:
     def babbler(self):
         "Half a request, or none"
         s = socket.create_connection((self.w.host, self.w.port))
-        half = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"mod'
+        half = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+        half += b'Content-Type: application/json\r\nContent-Length: 500\r\n\r\n{"mod'
         s.sendall(self.rng.choice([b'', b'GET', half, b'\x16\x03\x01\x00', b'GET / HTTP/9\r\n\r\n']))
         time.sleep(self.rng.random() * .01); s.close()
         return 'babbled'
 
     def hurried(self):
-        r = self.w.complete([7] * self.rng.randint(1, 20), max_tokens=40, timeout=self.rng.choice([.001, .01, .05]), stream=self.rng.random() < .5)
+        prompt, timeout = [7] * self.rng.randint(1, 20), self.rng.choice([.001, .01, .05])
+        r = self.w.complete(prompt, max_tokens=40, timeout=timeout, stream=self.rng.random() < .5)
         assert r.status in (200, 408, 429), r.body
         return 'hurried'
 
@@ -88,10 +93,11 @@ class Company:
         return 'watched'
 
     def aborter(self):
-        live = list(self.w.server.engine.worker.live)
+        engine = self.w.server.engine
+        live = list(engine.worker.desk.live)
         for i in live and self.rng.sample(live, 1):
-            # of those that are not compared
-            if (box := self.w.server.engine.worker.live.get(i)) and box.request.params.temperature: self.w.on_loop(self.w.server.engine.abort(i))
+            box = engine.worker.desk.live.get(i)
+            if box and box.request.params.temperature: self.w.on_loop(engine.abort(i))   # it is not compared
         return 'aborted'
 
 KINDS = ['honest'] * 8 + ['leaver'] * 4 + ['fool'] * 2 + 'dawdler babbler hurried poisoned watcher aborter'.split()
@@ -110,10 +116,12 @@ def poison(llm):
 def soak(seconds, seed=0, clients=8):
     "Let them in; what came of it"
     model, rng = tiny_lm('llama', num_hidden_layers=2), random.Random(seed)
-    prompts = [(tuple(rng.randrange(14, 256) for _ in range(rng.randint(1, 40))), rng.randint(1, 30)) for _ in range(20)]
+    def draw(): return tuple(rng.randrange(14, 256) for _ in range(rng.randint(1, 40))), rng.randint(1, 30)
+    prompts = [draw() for _ in range(20)]
     refs, did, failed = {(p, n): ref(model, p, n).text for p, n in prompts}, Counter(), []
     files, before = num_files(), held()
-    with web(model, trace=True, send_timeout_s=2., limits=dict(max_waiting=24), engine=dict(num_blocks=40, max_num_seqs=6, watermark=0., trace=200)) as w:
+    pool = dict(num_blocks=40, max_num_seqs=6, watermark=0., trace=200)
+    with web(model, trace=True, send_timeout_s=2., limits=dict(max_waiting=24), engine=pool) as w:
         poison(w.llm)
         start, end = time.monotonic(), time.monotonic() + seconds
         def visit(i):
@@ -138,7 +146,8 @@ def soak(seconds, seed=0, clients=8):
     assert left <= 0, f'{left} files or sockets are left'
     assert not kept, f'still held: {dict(kept)}'
     assert grown < GROWTH_MB, f'memory grew by {grown:.0f} MB'
-    return dict(seconds=round(time.monotonic() - start, 1), visits=dict(did), steps=m['num_steps'], preemptions=m['num_preemptions'], grown_mb=round(grown, 1))
+    counted = dict(steps=m['num_steps'], preemptions=m['num_preemptions'])
+    return dict(seconds=round(time.monotonic() - start, 1), visits=dict(did), **counted, grown_mb=round(grown, 1))
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

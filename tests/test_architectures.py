@@ -1,6 +1,6 @@
 """Every architecture that can be served, against transformers' own attention; every one that can't, by name.
 
-`python tests/test_architectures.py` runs all that transformers has and writes bench/records/architectures.json, from which the table in nbs/01_model.ipynb is drawn."""
+`python tests/test_architectures.py` runs all that transformers has and writes bench/records/architectures.json, from which the table in nbs/02_model.ipynb is drawn."""
 import functools, json, logging, os, random, subprocess, sys
 from dataclasses import replace
 from importlib.metadata import version
@@ -289,14 +289,14 @@ def test_record_is_fresh():
         assert (rows[a]['cls'], rows[a]['params']) == (type(lm.hf_model).__name__, sum(p.numel() for p in lm.hf_model.parameters())), a
 
 def test_the_notebooks_table_is_the_records():
-    "Each row of the record stands in the stored output of nbs/01_model.ipynb as it is now"
-    nb = json.loads((ROOT/'nbs'/'01_model.ipynb').read_text(encoding='utf-8'))
+    "Each row of the record stands in the stored output of nbs/02_model.ipynb as it is now"
+    nb = json.loads((ROOT/'nbs'/'02_model.ipynb').read_text(encoding='utf-8'))
     shown = ''.join(''.join(o.get('data', {}).get('text/html', '')) for c in nb['cells'] for o in c.get('outputs', []))
     for r in record()['architectures']:
         cells = [r['arch'], r['cls'], f"{r['params']:,}", f"{r['equal'] + r['ties']}", f"{r['ties']}"] if 'equal' in r else None
         if cells:
             row = next((l for l in shown.split('<tr>') if l.startswith(f"<td>{r['arch']}</td>")), '')
-            assert all(f'<td>{c}</td>' in row for c in cells), f"{r['arch']}: run `python tools/run_nbs.py nbs/01_model.ipynb`"
+            assert all(f'<td>{c}</td>' in row for c in cells), f"{r['arch']}: run `python tools/run_nbs.py nbs/02_model.ipynb`"
         else: assert r['arch'] in shown and (r.get('refused') or r['not_tried']).split(', ')[0][:40] in shown.replace('&#x27;', "'"), r['arch']
 
 if __name__ == '__main__': logging.disable(); write_record()

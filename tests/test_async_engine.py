@@ -1,19 +1,25 @@
-"Many callers, one engine thread: they come, wait, dawdle, leave and are cut off, parts fail and threads die, and each gets exactly one last item, each block comes back, and the next request is served as ever"
+"""Many callers, one engine thread: they come, wait, dawdle, leave and are cut off, parts fail and threads die.
+
+Each gets exactly one last item, each block comes back, and the next request is served as ever."""
 import asyncio, gc, os, random, subprocess, sys, threading, time
+from collections import Counter
 from contextlib import asynccontextmanager
 import pytest, torch
 from cbatch import CapacityError, LLM, SamplingParams
-from cbatch.async_engine import AsyncLLM, Box, Observer, Overloaded, Unavailable, Worker
+from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Request, Status, StepOutput
-from cbatch.engine import Detokenizer
+from cbatch.reports import Detokenizer
+from cbatch.reports import Draft
+from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
-from ask import sp
+from cbatch.worker import Limits, Observer, Worker
 from harness import check_answer, draw_params, llama, prompts, quiet
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
 SOLO = {}
 
+def sp(**kw): return SamplingParams(**dict(temperature=0, max_tokens=12, ignore_eos=True) | kw)
 def solo(tiny, prompt, params=None):
     "The oracle's answer; to be asked for before or after an engine runs on the model, not meanwhile"
     key = tuple(prompt), repr(params)
@@ -43,9 +49,9 @@ async def until(f):
     raise AssertionError('waited in vain')
 
 async def rest(a):
-    await until(lambda: a.worker.queue[0] == a.worker.sent and not a.worker.boxes)
+    await until(lambda: a.worker.shared.queue.entered == a.worker.desk.sent and not a.worker.mine.boxes)
     await a.call(quiet)
-    assert not a.worker.live and not a.worker.num_queued()
+    assert not a.worker.desk.live and not a.worker.num_queued()
 
 class Gate:
     "Holds an engine within its steps, until the test lets it go on"
@@ -63,10 +69,12 @@ class Gate:
 async def read(stream):
     "All items of a stream: one is the last and says so, and the pieces are the text"
     items = [o async for o in stream]
-    assert [o.finished for o in items] == [False] * (len(items) - 1) + [True] and {o.request_id for o in items} == {stream.request_id}
+    assert [o.finished for o in items] == [False] * (len(items) - 1) + [True]
+    assert {o.request_id for o in items} == {stream.request_id}
     for i, c in enumerate(items[-1].outputs): assert ''.join(o.outputs[i].delta for o in items) == c.text
     for a, b in zip(items, items[1:]):
-        for x, y in zip(a.outputs, b.outputs): assert y.token_ids[:len(x.token_ids)] == x.token_ids and y.text.startswith(x.text)
+        for x, y in zip(a.outputs, b.outputs):
+            assert y.token_ids[:len(x.token_ids)] == x.token_ids and y.text.startswith(x.text)
     return items
 
 def tokens(items): return items[-1].outputs[0].token_ids
@@ -87,7 +95,8 @@ def test_everybody_gets_his_solo_answer(engine, tiny):
             assert await asyncio.gather(*(one(i) for i in range(12))) == want * 3
             assert [o.outputs[0].token_ids for o in await asyncio.gather(*(a.generate(p, sp()) for p in P))] == want
             m = (await a.generate(P[0], sp())).metrics
-            assert m.arrival <= m.scheduled_at <= m.token_times[0] <= m.token_times[-1] == m.finished_at and len(m.token_times) == 12
+            assert m.arrival <= m.scheduled_at <= m.token_times[0] <= m.token_times[-1] == m.finished_at
+            assert len(m.token_times) == 12
     asyncio.run(main())
 
 def test_text_messages_and_logprobs(engine, tiny):
@@ -97,7 +106,8 @@ def test_text_messages_and_logprobs(engine, tiny):
             assert await a.decode(ids) == 'né, 한국어'
             o = await a.generate('né, 한국어', sp(logprobs=2, prompt_logprobs=1))
             c = o.outputs[0]
-            assert o.prompt_token_ids == ids and len(c.logprobs) == len(c.token_ids) == 12 and len(o.prompt_logprobs) == len(ids)
+            assert o.prompt_token_ids == ids and len(o.prompt_logprobs) == len(ids)
+            assert len(c.logprobs) == len(c.token_ids) == 12
             assert c.cumulative_logprob == pytest.approx(sum(d[t].logprob for d, t in zip(c.logprobs, c.token_ids)))
             items = await read(await a.add('né', sp(logprobs=0)))
             assert all(len(x.outputs[0].logprobs) == len(x.outputs[0].token_ids) for x in items)
@@ -105,14 +115,14 @@ def test_text_messages_and_logprobs(engine, tiny):
 
 def test_n_answers_share_a_stream(engine, tiny):
     "Case 13: sample i is the same whatever n and the company"
-    p = sp(8, n=4, seed=7, temperature=1.)
-    want = [generate_ref(tiny, P[1], p, sample_index=i).token_ids for i in range(4)]
+    def drawn(n): return SamplingParams(n=n, seed=7, temperature=1., max_tokens=8, ignore_eos=True)
+    want = [generate_ref(tiny, P[1], drawn(4), sample_index=i).token_ids for i in range(4)]
     async def main():
         async with serving(engine(max_num_seqs=6)) as a:
             others = [await a.add(P[2], sp()) for _ in range(3)]
             for n in (4, 2, 4):
-                items = await read(await a.add(P[1], sp(8, n=n, seed=7, temperature=1.)))
-                assert [c.token_ids for c in items[-1].outputs] == want[:n] and [c.index for c in items[-1].outputs] == list(range(n))
+                outputs = (await read(await a.add(P[1], drawn(n))))[-1].outputs
+                assert [c.token_ids for c in outputs] == want[:n] and [c.index for c in outputs] == list(range(n))
             for s in others: await read(s)
     asyncio.run(main())
     assert len({tuple(w) for w in want}) == 4
@@ -120,11 +130,15 @@ def test_n_answers_share_a_stream(engine, tiny):
 def test_how_an_answer_ends(engine, tiny):
     "Case 19"
     ref = solo(tiny, P[0]).token_ids
+    stop, at = [ref[4]], ref.index(ref[4]) + 1
+    ends = [(sp(max_tokens=1), 1, 'length')]
+    ends += [(sp(stop_token_ids=stop, **kw), at, 'stop') for kw in (dict(), dict(max_tokens=5))]
     async def main():
         async with serving(engine()) as a:
-            for params, n, why in ((sp(max_tokens=1), 1, 'length'), (sp(stop_token_ids=[ref[4]]), ref.index(ref[4]) + 1, 'stop'), (sp(max_tokens=5, stop_token_ids=[ref[4]]), ref.index(ref[4]) + 1, 'stop')):
+            for params, n, why in ends:
                 items = await read(await a.add(P[0], params))
-                assert (tokens(items), [o.outputs[0].finish_reason for o in items]) == (ref[:n], [None] * (len(items) - 1) + [why])
+                assert tokens(items) == ref[:n]
+                assert [o.outputs[0].finish_reason for o in items] == [None] * (len(items) - 1) + [why]
     asyncio.run(main())
 
 # --- the boundary
@@ -140,7 +154,7 @@ def test_the_loop_goes_on_during_a_step(engine):
             for x in [s, *others]: await read(x)
             llm.encode = lambda p: (go.wait(20), real(p))[1]
             t = asyncio.create_task(a.add('slow', sp()))
-            await until(lambda: a.worker.reserved)
+            await until(lambda: a.worker.desk.reserved)
             go.set(); await read(await t)
             del llm.encode
     asyncio.run(main())
@@ -151,12 +165,12 @@ def test_one_call_a_step(engine):
         async with serving(llm) as a:
             loop, calls = asyncio.get_running_loop(), []
             real = loop.call_soon_threadsafe
-            a.worker._call = lambda f, *args: (calls.append(f.__name__), real(f, *args))
+            a.worker.on_loop = lambda f, *args: (calls.append(f.__name__), real(f, *args))
             before = a.metrics()['num_steps']
             await asyncio.gather(*(read(s) for s in await a.add_many([(P[0], sp())] * 8)))
             await rest(a)
-            assert 0 < calls.count('_wake') <= a.metrics()['num_steps'] - before
-            del a.worker._call
+            assert 0 < calls.count('wake') <= a.metrics()['num_steps'] - before
+            del a.worker.on_loop
     asyncio.run(main())
 
 def test_nobody_else_drives_it(engine):
@@ -164,7 +178,8 @@ def test_nobody_else_drives_it(engine):
     async def main():
         async with serving(llm) as a:
             s = await a.add(P[0], sp()); await gate.inside(1)
-            for use in (llm.step, lambda: llm.add(P[0], sp()), lambda: llm.generate(P[0], sp(), use_tqdm=False), lambda: next(llm.stream(P[0], sp())), lambda: llm.abort('r0')):
+            for use in (llm.step, lambda: llm.add(P[0], sp()), lambda: llm.generate(P[0], sp(), use_tqdm=False),
+                        lambda: next(llm.stream(P[0], sp())), lambda: llm.abort('r0')):
                 with pytest.raises(ValueError, match='another thread'): use()
             gate.open(); await read(s)
     asyncio.run(main())
@@ -177,7 +192,8 @@ def test_others_may_look_at_any_time(engine):
             def look():
                 while not over.is_set():
                     recs, m = a.records(7), a.metrics()
-                    assert len(recs) <= 7 and [r.step for r in recs] == sorted(r.step for r in recs) and 0 <= m['num_free_blocks'] <= m['num_blocks']
+                    assert len(recs) <= 7 and [r.step for r in recs] == sorted(r.step for r in recs)
+                    assert 0 <= m['num_free_blocks'] <= m['num_blocks']
                     seen.append(m['num_steps']); time.sleep(.001)
             ts = [threading.Thread(target=look) for _ in range(2)]
             for t in ts: t.start()
@@ -185,7 +201,8 @@ def test_others_may_look_at_any_time(engine):
             over.set()
             for t in ts: t.join()
             assert len(set(seen)) > 5
-            assert await a.call(lambda l: l.metrics['num_steps']) == a.metrics()['num_steps'] == a.records(1)[0].step + 1
+            n = await a.call(lambda l: l.metrics['num_steps'])
+            assert n == a.metrics()['num_steps'] == a.records(1)[0].step + 1
             with pytest.raises(ZeroDivisionError): await a.call(lambda l: 1 / 0)
     asyncio.run(main())
 
@@ -194,15 +211,20 @@ def test_others_may_look_at_any_time(engine):
 def test_refused_as_the_engine_would(engine):
     async def main():
         async with serving(engine(num_blocks=10)) as a:
-            for bad, exc in (([], ValueError), ('', ValueError), ([999], ValueError), ('a\ud800', ValueError), (None, ValueError), ([1] * 60, CapacityError)):
+            wrong = [(x, ValueError) for x in ([], '', [999], 'a\ud800', None)]
+            for bad, exc in (*wrong, ([1] * 60, CapacityError)):
                 with pytest.raises(exc): await a.add(bad, sp())
                 with pytest.raises(exc): await a.add_many([(P[0], sp()), (bad, sp())])
-            for kw in (dict(params=5), dict(params=sp(max_tokens=99)), dict(timeout_s=float('nan')), dict(timeout_s=-1), dict(timeout_s='1'), dict(priority='x'), dict(cache_salt=5), dict(cache_salt='x' * 257), dict(request_id=5)):
+            for kw in (dict(params=5), dict(params=sp(max_tokens=99)), dict(timeout_s=float('nan')), dict(timeout_s=-1),
+                       dict(timeout_s='1'), dict(priority='x'), dict(cache_salt=5), dict(cache_salt='x' * 257),
+                       dict(request_id=5)):
                 with pytest.raises(ValueError): await a.add(P[0], **kw)
-            with pytest.raises(ValueError, match='2 request_ids'): await a.add_many([(P[0], sp())], request_ids=['a', 'b'])
-            assert a.worker.sent == 0 and a.metrics()['num_steps'] == 0
+            with pytest.raises(ValueError, match='2 request_ids'):
+                await a.add_many([(P[0], sp())], request_ids=['a', 'b'])
+            assert a.worker.desk.sent == 0 and a.metrics()['num_steps'] == 0
     asyncio.run(main())
-    for kw in (dict(max_waiting=0), dict(max_buffer_bytes=1.5), dict(stall_s=0), dict(send_timeout_s=float('inf')), dict(max_waiting_tokens=0)):
+    for kw in (dict(max_waiting=0), dict(max_buffer_bytes=1.5), dict(stall_s=0), dict(send_timeout_s=float('inf')),
+               dict(max_waiting_tokens=0)):
         with pytest.raises(ValueError): AsyncLLM(engine(), **kw)
     with pytest.raises(ValueError): AsyncLLM('smollm2')
 
@@ -218,12 +240,15 @@ def test_queue_full(engine):
             here = [await a.add(P[0], sp()) for _ in range(2)]; await gate.inside(1)
             await gate.step(); await gate.step()           # who has joined is known when his first step is over
             here += [await a.add(P[0], sp(temperature=1, n=2)), *await a.add_many([(P[1], sp())] * 2)]
-            for n, ask in ((2, lambda: a.add(P[0], sp(temperature=1, n=2))), (2, lambda: a.add_many([(P[0], sp())] * 2))):
+            for ask in (lambda: a.add(P[0], sp(temperature=1, n=2)), lambda: a.add_many([(P[0], sp())] * 2)):
                 with pytest.raises(Overloaded) as e: await ask()
-                assert e.value.reason == 'requests' and isinstance(e.value.retry_after, int) and 1 <= e.value.retry_after <= 120
+                assert e.value.reason == 'requests'
+                assert isinstance(e.value.retry_after, int) and 1 <= e.value.retry_after <= 120
             with pytest.raises(ValueError, match='queue holds 5'): await a.add_many([(P[0], sp())] * 6)
-            got = await asyncio.gather(*(a.add('abc', sp()) for _ in range(4)), return_exceptions=True)   # a race for the last place
-            assert sorted(type(g).__name__ for g in got) == ['Overloaded'] * 3 + ['Stream'] and a.worker.num_queued() == 5
+            race = (a.add('abc', sp()) for _ in range(4))              # for the last place
+            got = await asyncio.gather(*race, return_exceptions=True)
+            assert sorted(type(g).__name__ for g in got) == ['Overloaded'] * 3 + ['Stream']
+            assert a.worker.num_queued() == 5
             assert seen.reasons == ['requests'] * 5
             gate.open()
             for s in here + [g for g in got if not isinstance(g, Exception)]: await read(s)
@@ -273,7 +298,8 @@ def test_abort_wherever_it_stands(engine, tiny):
             other, chunked, waits = [await a.add(p, sp()) for p in (P[3], P[2], P[2])]
             for _ in range(3): await gate.step()
             await until(lambda: 0 < chunked.box.request.num_computed_tokens < 20)
-            assert await chunked.abort() and not await chunked.abort() and await a.abort(waits.request_id) and not await a.abort(waits.request_id)
+            assert await chunked.abort() and not await chunked.abort()
+            assert await a.abort(waits.request_id) and not await a.abort(waits.request_id)
             await gate.step()
             assert not await a.abort('unknown')
             while other.box.request.status is not Status.PREEMPTED: await gate.step()
@@ -295,7 +321,8 @@ def test_abort_wherever_it_stands(engine, tiny):
 
 async def crowd(a, n=8, **kw): return [await a.add(P[i % 4], sp(max_tokens=60), **kw) for i in range(n)]
 
-@pytest.mark.parametrize('how', ['break', 'exception', 'cancelled', 'cancelled at the door', 'dropped', 'generate cancelled', 'before the first item'])
+@pytest.mark.parametrize('how', ['break', 'exception', 'cancelled', 'cancelled at the door', 'dropped',
+                                 'generate cancelled', 'before the first item'])
 def test_whoever_leaves_takes_his_request_along(engine, tiny, how):
     "Rows 20 and 21, case 10"
     llm = engine(num_blocks=60)
@@ -311,14 +338,15 @@ def test_whoever_leaves_takes_his_request_along(engine, tiny, how):
                 real, gate = llm.encode, threading.Event()
                 llm.encode = lambda p: (gate.wait(20), real(p))[1]
                 tasks = [asyncio.create_task(a.add(p, sp())) for p in P * 2]
-                await until(lambda: a.worker.reserved == 8)
+                await until(lambda: a.worker.desk.reserved == 8)
                 for t in tasks: t.cancel()
                 gate.set(); del llm.encode
             elif how == 'generate cancelled':
                 tasks = [asyncio.create_task(a.generate(p, sp(max_tokens=60))) for p in P * 2]
-                await until(lambda: a.worker.sent == 9)
+                await until(lambda: a.worker.desk.sent == 9)
             else:
-                tasks = [asyncio.create_task(reader(s)) for s in await crowd(a)] if how not in ('dropped', 'before the first item') else []
+                tasks, nobody = [], how in ('dropped', 'before the first item')
+                if not nobody: tasks = [asyncio.create_task(reader(s)) for s in await crowd(a)]
                 if how == 'dropped': streams = await crowd(a); await anext(streams[0]); del streams; gc.collect()
                 if how == 'before the first item':
                     for s in await crowd(a):
@@ -345,29 +373,33 @@ def test_a_slow_reader_gets_fewer_and_longer_pieces(engine, tiny):
             assert len(items) == 1 < n and tokens(items) == want
             half = await a.add(P[2], sp(max_tokens=40)); first = await anext(half); await until(lambda: half.box.closed)
             last = await anext(half)
-            assert first.outputs[0].delta + last.outputs[0].delta == last.outputs[0].text and [o async for o in half] == []
+            assert first.outputs[0].delta + last.outputs[0].delta == last.outputs[0].text
+            assert [o async for o in half] == []
     want = solo(tiny, P[2], sp(max_tokens=40)).token_ids
     asyncio.run(main())
 
-@pytest.mark.parametrize('limits,why', [(dict(max_buffer_bytes=10), 'bytes of text were not read'), (dict(send_timeout_s=.02), 'nothing was read for')])
+@pytest.mark.parametrize('limits,why', [(dict(max_buffer_bytes=10), 'bytes of text were not read'),
+                                        (dict(send_timeout_s=.02), 'nothing was read for')])
 def test_a_reader_who_never_reads_is_cut_off(engine, tiny, limits, why):
     "Row 23: with a reason, and his company does not notice"
     llm = engine(num_blocks=100)
-    if 'send_timeout_s' in limits: run = llm.execute; llm.execute = lambda plan: (time.sleep(.004), run(plan))[1]
+    if 'send_timeout_s' in limits:
+        run = llm.execute; llm.execute = lambda plan: (time.sleep(.004), run(plan))[1]
     async def main():
         async with serving(llm, **limits) as a:
             slow = await a.add(P[2], sp(max_tokens=100))
-            assert (await a.generate(P[2], sp(max_tokens=20))).outputs[0].token_ids == want      # it keeps its text to the end: not slow
+            quiet_one = await a.generate(P[2], sp(max_tokens=20))      # it keeps its text to the end: not slow
+            assert quiet_one.outputs[0].token_ids == want
             tokens(await read(await a.add(P[2], sp(max_tokens=20))))
             await until(lambda: slow.box.closed)
             items = await read(slow)
-            assert why in items[-1].error and items[-1].outputs[0].finish_reason == 'abort' and 0 < len(tokens(items)) < 100
+            assert why in items[-1].error and items[-1].outputs[0].finish_reason == 'abort'
+            assert 0 < len(tokens(items)) < 100
     want = solo(tiny, P[2], sp(max_tokens=20)).token_ids
     asyncio.run(main())
 
 def test_a_box():
     b = Box(Request('r', [1], sp(), 12), 'me')
-    from cbatch.reports import Draft
     text = Detokenizer(None, sp()); text.score = 0.
     def draft(new, ids, status=Status.RUNNING):
         b.request.output_ids, b.request.status = ids, status
@@ -377,7 +409,8 @@ def test_a_box():
     assert b.put(draft('ab', [1]), 5.) and not b.put(draft('cé', [1, 2]), 6.) and (b.num_bytes, b.since) == (5, 5.)
     o = b.take()
     assert (o.outputs[0].delta, o.outputs[0].token_ids, o.request_id, b.num_bytes) == ('abcé', [1, 2], 'me', 0)
-    assert b.put(draft('d', [1, 2, 3]), 7.) and b.put(draft('e', [1, 2, 3, 4], Status.FINISHED), 8.) and not b.put(draft('f', [9], Status.FINISHED), 9.)
+    assert b.put(draft('d', [1, 2, 3]), 7.) and b.put(draft('e', [1, 2, 3, 4], Status.FINISHED), 8.)
+    assert not b.put(draft('f', [9], Status.FINISHED), 9.)
     o = b.take()
     assert (o.outputs[0].delta, o.finished, b.take()) == ('de', True, None)
 
@@ -397,11 +430,16 @@ def test_a_row_that_fails_fails_alone(engine, tiny):
         async with serving(llm) as a:
             bad, good = await a.add(P[0], sp(), user='nan'), await a.add(P[1], sp())
             items = await read(bad)
-            assert 'NaN' in items[-1].error and items[-1].outputs[0].finish_reason == 'error' and len(tokens(items)) == 3
+            assert 'NaN' in items[-1].error and items[-1].outputs[0].finish_reason == 'error'
+            assert len(tokens(items)) == 3
             assert tokens(await read(good)) == solo(tiny, P[1]).token_ids
             odd, good = await a.add(P[0], sp(max_tokens=13)), await a.add(P[1], sp())
-            Detokenizer.push = lambda self, ids, last=False: 1 / 0 if self.p.max_tokens == 13 and len(ids) == 4 else push(self, ids, last)
-            try: assert 'ZeroDivisionError' in (await read(odd))[-1].error and tokens(await read(good)) == solo(tiny, P[1]).token_ids
+            def broken(self, ids, last=False):
+                return 1 / 0 if self.p.max_tokens == 13 and len(ids) == 4 else push(self, ids, last)
+            Detokenizer.push = broken
+            try:
+                assert 'ZeroDivisionError' in (await read(odd))[-1].error
+                assert tokens(await read(good)) == solo(tiny, P[1]).token_ids
             finally: Detokenizer.push = push
     asyncio.run(main())
 
@@ -419,7 +457,7 @@ def test_a_step_that_fails(engine, tiny, exc):
             got = await asyncio.gather(*(read(s) for s in await a.add_many([(p, sp()) for p in P * 2])))
             bad = [g for g in got if g[-1].error]
             assert all('bang' in g[-1].error for g in bad) and len(bad) == (calls[4] if exc is RuntimeError else 0)
-            assert [tokens(g) for g, p in zip(got, P * 2) if g not in bad] == [w for g, w in zip(got, want * 2) if g not in bad]
+            assert [tokens(g) for g in got if g not in bad] == [w for g, w in zip(got, want * 2) if g not in bad]
     want = [solo(tiny, p).token_ids for p in P]
     asyncio.run(main())
 
@@ -461,7 +499,8 @@ def test_the_thread_dies(engine, tiny, place):
         assert (a.state, a.is_live) == ('dead', False)
         with pytest.raises(Unavailable, match='bang') as e: await a.add(P[0], sp())
         assert e.value.state == 'dead' and 1 <= e.value.retry_after <= 120
-        assert not await streams[0].abort() and not await a.abort(streams[0].request_id) and [o async for o in streams[0]] == []
+        assert not await streams[0].abort() and not await a.abort(streams[0].request_id)
+        assert [o async for o in streams[0]] == []
         await a.close(); await a.drain()
         assert a.state == 'dead'
         with pytest.raises(SystemError): await a.start()
@@ -483,7 +522,7 @@ def test_a_step_that_stalls(engine, tiny):
             assert e.value.state == 'stalled'
             gate.open(); await read(s)
             await until(lambda: a.state == 'ready'); assert a.is_live
-            await until(lambda: a.worker.busy_since is None)     # nothing to do is no stall
+            await until(lambda: a.worker.shared.busy_since is None)     # nothing to do is no stall
             gate.free = False; s = await a.add(P[0], sp()); await until(lambda: not a.is_live)
             gate.open(); await read(s); await until(lambda: a.is_live)
     asyncio.run(main())
@@ -533,7 +572,8 @@ def test_deadlines(engine, tiny):
             assert 'deadline' in (await read(waits))[-1].error and not runs.box.closed
             now[0] = 6.; gate.open()
             items = await read(runs)
-            assert 'deadline' in items[-1].error and items[-1].outputs[0].finish_reason == 'error' and 0 < len(tokens(items)) < 12
+            assert 'deadline' in items[-1].error and items[-1].outputs[0].finish_reason == 'error'
+            assert 0 < len(tokens(items)) < 12
             assert tokens(await read(fine)) == solo(tiny, P[0]).token_ids
             late = await a.generate(P[0], sp(), timeout_s=0)
             assert 'deadline' in late.error and not late.outputs[0].token_ids
@@ -645,12 +685,12 @@ def test_closed_while_a_prompt_becomes_tokens(engine):
     llm.encode = lambda p: (go.wait(20), real(p))[1]
     async def main():
         a = await AsyncLLM(llm).start()
-        t = asyncio.create_task(a.add('slow', sp())); await until(lambda: a.worker.reserved)
+        t = asyncio.create_task(a.add('slow', sp())); await until(lambda: a.worker.desk.reserved)
         closing = asyncio.create_task(a.drain(60.)); await asyncio.sleep(.01)
         go.set()
         with pytest.raises(Unavailable): await t
         await closing
-        assert a.state == 'closed' and not a.worker.sent and not a.worker.reserved
+        assert a.state == 'closed' and not a.worker.desk.sent and not a.worker.desk.reserved
     asyncio.run(main()); quiet(llm)
 
 def test_adds_that_race_with_the_end(engine):
@@ -699,7 +739,8 @@ def test_the_interpreter_ends():
         from cbatch.async_engine import AsyncLLM
         async def main():
             global a, s
-            a = AsyncLLM(LLM(tiny_lm('llama'), num_blocks=40)); s = await a.add([1, 2], SamplingParams(max_tokens=500, ignore_eos=True))
+            a = AsyncLLM(LLM(tiny_lm('llama'), num_blocks=40))
+            s = await a.add([1, 2], SamplingParams(max_tokens=500, ignore_eos=True))
             await anext(s); print('served')
         loop = asyncio.new_event_loop(); loop.run_until_complete(main())'''
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
@@ -709,7 +750,9 @@ def test_observers(engine):
     llm = engine()
     class Seen(Observer):
         def __init__(self): self.ends, self.steps, self.threads = [], [], set()
-        def finished(self, output, request): self.ends.append((request.request_id, output.outputs[0].finish_reason)); self.threads.add(threading.current_thread().name)
+        def finished(self, output, request):
+            self.ends.append((request.request_id, output.outputs[0].finish_reason))
+            self.threads.add(threading.current_thread().name)
         def stepped(self, record, metrics): self.steps.append((record.step, metrics['num_steps'])); 1 / 0
     async def main():
         async with serving(llm) as a:
@@ -718,7 +761,8 @@ def test_observers(engine):
             await streams[2].abort()
             for s in streams: await read(s)
             await rest(a)
-            assert sorted(seen.ends) == [('r0', 'length'), ('r1', 'length'), ('r2', 'abort'), ('r3', 'length')] and seen.threads == {'cbatch-engine'}
+            assert sorted(seen.ends) == [('r0', 'length'), ('r1', 'length'), ('r2', 'abort'), ('r3', 'length')]
+            assert seen.threads == {'cbatch-engine'}
             assert [b for _, b in seen.steps] == [s + 1 for s, _ in seen.steps] == list(range(1, len(seen.steps) + 1))
     asyncio.run(main())
 
@@ -727,14 +771,20 @@ def test_observers(engine):
 @pytest.mark.parametrize('preemption', ['recompute', 'swap'])
 def test_soak(preemption):
     "Readers that are quick, slow, absent, impatient or gone, on hardly enough memory; CBATCH_SOAK_S for longer"
-    seconds, rng, seen = float(os.environ.get('CBATCH_SOAK_S', 8)) / 2, random.Random(f'soak {preemption}'), __import__('collections').Counter()
-    asks = [(f'q{i}', p, w, draw_params(rng, p, w)) for i in range(30) for p, w in [(rng.randrange(len(prompts())), rng.choice([0, 0, 0, 1, 2, 3]))]]   # their answers are known before the engine starts
-    llm = LLM(llama(), num_blocks=30, block_size=4, max_num_seqs=6, max_num_batched_tokens=33, preemption=preemption, check=True)
+    seconds, rng, seen = float(os.environ.get('CBATCH_SOAK_S', 8)) / 2, random.Random(f'soak {preemption}'), Counter()
+    def draw(i):
+        prompt, wish = rng.randrange(len(prompts())), rng.choice([0, 0, 0, 1, 2, 3])
+        return f'q{i}', prompt, wish, draw_params(rng, prompt, wish)
+    asks = [draw(i) for i in range(30)]                     # their answers are known before the engine starts
+    pool = dict(num_blocks=30, block_size=4, max_num_seqs=6, max_num_batched_tokens=33)
+    llm = LLM(llama(), preemption=preemption, check=True, **pool)
     async def visit(a, ask):
         how = rng.choice(['read', 'read', 'read', 'generate', 'slow', 'leave', 'cancel', 'late', 'abort'])
         _, prompt, _, params = ask; ids = list(prompts()[prompt])
         try:
-            if how == 'generate': o = await a.generate(ids, params); return check_answer(ask, o.outputs[0].token_ids, o, seen)
+            if how == 'generate':
+                o = await a.generate(ids, params)
+                return check_answer(ask, o.outputs[0].token_ids, o, seen)
             if how == 'cancel':
                 t = asyncio.create_task(a.generate(ids, params)); await asyncio.sleep(rng.random() * .03); t.cancel()
                 await asyncio.gather(t, return_exceptions=True); seen['cancelled'] += 1; return
@@ -749,7 +799,8 @@ def test_soak(preemption):
                     if how == 'abort' and rng.random() < .2: await s.abort()
             if last is None: return
             whole = last.finished and not last.error and last.outputs[0].finish_reason in ('stop', 'length')
-            check_answer(ask, last.outputs[0].token_ids, last if whole else None, seen); seen[f'{how}, {"whole" if whole else "part"}'] += 1
+            check_answer(ask, last.outputs[0].token_ids, last if whole else None, seen)
+            seen[f'{how}, {"whole" if whole else "part"}'] += 1
         except Overloaded: seen['overloaded'] += 1
     async def main():
         async with AsyncLLM(llm, max_waiting=12, send_timeout_s=.02) as a:
@@ -762,7 +813,7 @@ def test_soak(preemption):
             await asyncio.gather(*tasks)
             await rest(a)
             m = a.metrics()
-            assert sum(m['finished'].values()) == a.worker.sent and a.is_live
+            assert sum(m['finished'].values()) == a.worker.desk.sent and a.is_live
             return m
     for ask in asks: check_answer(ask, [], None, seen)      # ask the oracle for all of them beforehand
     m = asyncio.run(main()); quiet(llm)
@@ -773,19 +824,20 @@ def test_the_thread_for_text(engine, tiny):
     llm = engine(); solo(tiny, P[1]); go = threading.Event()
     async def main():
         a = await AsyncLLM(llm, max_waiting=3, stall_s=.05).start()
-        with pytest.raises(RuntimeError, match='StopIteration'): await asyncio.wait_for(a._off(next, iter(())), 5)
-        first = asyncio.ensure_future(a._off(go.wait, 20)); await until(lambda: a.state == 'stalled')
+        with pytest.raises(RuntimeError, match='StopIteration'): await asyncio.wait_for(a.off_loop(next, iter(())), 5)
+        first = asyncio.ensure_future(a.off_loop(go.wait, 20)); await until(lambda: a.state == 'stalled')
         assert not a.is_live
         go.set(); await first; assert a.is_live; go.clear()
-        first = asyncio.ensure_future(a._off(go.wait, 20))
+        first = asyncio.ensure_future(a.off_loop(go.wait, 20))
         rest_ = [asyncio.ensure_future(f) for f in (a.encode('a'), a.decode([65]), a.encode('b'))]
-        await until(lambda: a.worker.text_since); assert a.worker.reserved == 3
+        await until(lambda: a.worker.aside.since); assert a.worker.desk.reserved == 3
         with pytest.raises(Overloaded): await a.encode('c')
         with pytest.raises(Overloaded): await a.decode([65])
         a.worker.stop()
-        for r in await asyncio.wait_for(asyncio.gather(*rest_, return_exceptions=True), 5): assert isinstance(r, Unavailable)
+        got = await asyncio.wait_for(asyncio.gather(*rest_, return_exceptions=True), 5)
+        assert [type(r) for r in got] == [Unavailable] * 3
         go.set(); assert await first
-        assert a.worker.reserved == 0
+        assert a.worker.desk.reserved == 0
         await a.close()
     asyncio.run(main()); quiet(llm)
 
@@ -793,9 +845,12 @@ def test_too_many_scores(engine, tiny, monkeypatch):
     llm = engine(); solo(tiny, P[1]); monkeypatch.setattr('cbatch.async_engine.MAX_SCORES', 100)
     async def main():
         async with serving(llm) as a:
-            for asks in ([(P[0], sp(logprobs=9))], [(P[0], sp(logprobs=4, n=2))], [(P[2], sp(prompt_logprobs=5))], [(P[0], sp(logprobs=4)), (P[1], sp(logprobs=4))]):
-                with pytest.raises(ValueError, match='logprobs of 1[24]0 tokens in all: at most 100'): await a.add_many(asks)
-            for s in await a.add_many([(P[0], sp(logprobs=1, n=2)), (P[0], sp(logprobs=0, prompt_logprobs=0))]): await read(s)
+            for asks in ([(P[0], sp(logprobs=9))], [(P[0], sp(logprobs=4, n=2))], [(P[2], sp(prompt_logprobs=5))],
+                         [(P[0], sp(logprobs=4)), (P[1], sp(logprobs=4))]):
+                with pytest.raises(ValueError, match='logprobs of 1[24]0 tokens in all: at most 100'):
+                    await a.add_many(asks)
+            fine = [(P[0], sp(logprobs=1, n=2)), (P[0], sp(logprobs=0, prompt_logprobs=0))]
+            for s in await a.add_many(fine): await read(s)
     asyncio.run(main())
 
 @pytest.mark.parametrize('n,at', [(1, 1), (2, 1), (2, 2)])
@@ -812,7 +867,8 @@ def test_a_request_that_can_not_enter(engine, tiny, n, at):
                 push(r)
             llm.scheduler.waiting.push = fail
             bad, good = await a.add_many([(P[0], sp(temperature=1, n=n)), (P[1], sp())])
-            assert (await read(bad))[-1].error == "KeyError: 'push'" and (await read(good))[-1].outputs[0].token_ids == solo(tiny, P[1]).token_ids
+            assert (await read(bad))[-1].error == "KeyError: 'push'"
+            assert (await read(good))[-1].outputs[0].token_ids == solo(tiny, P[1]).token_ids
             del llm.scheduler.waiting.push
     asyncio.run(main())
 
@@ -825,3 +881,101 @@ def test_scores_fill_a_box_too(engine, tiny):
             await until(lambda: cut.box.closed and kept.box.closed)
             assert (await read(cut))[-1].error.startswith('cut off: 3') and (await read(kept))[-1].error is None
     asyncio.run(main())
+
+# --- the parts, by themselves
+
+def test_a_call_that_the_end_overtakes(engine):
+    "A wish that the thread never reads, or that can't be told, keeps nobody waiting"
+    llm = engine(); gate = Gate(llm)
+    async def main():
+        a = await AsyncLLM(llm).start()
+        with pytest.raises(RuntimeError, match='StopIteration'):
+            await asyncio.wait_for(a.call(lambda l: next(iter(()))), 20)
+        s = await a.add(P[0], sp()); await gate.inside(1)
+        gone, call = (asyncio.create_task(a.call(lambda l: l.num_free_blocks)) for _ in range(2))
+        await asyncio.sleep(0); gone.cancel()
+        a.worker.stop(); gate.open()
+        with pytest.raises(Unavailable): await asyncio.wait_for(call, 20)
+        assert (await asyncio.gather(gone, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+        await read(s); await a.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    asyncio.run(main()); quiet(llm)
+
+def test_ensure_ready_and_off_loop(engine):
+    "The gate of a server: the engine, or a refusal that is counted; and work aside, which ends with the engine"
+    llm, reasons = engine(), []
+    class Seen(Observer):
+        def refused(self, reason): reasons.append(reason)
+    async def main():
+        a = AsyncLLM(llm); a.observers.append(Seen())
+        with pytest.raises(Unavailable): a.ensure_ready()
+        async with a:
+            assert a.ensure_ready() is llm and await a.off_loop(lambda x, y=0: x + y, 1, y=2) == 3
+            with pytest.raises(ZeroDivisionError): await a.off_loop(lambda: 1 / 0)
+            with pytest.raises(RuntimeError, match='another event loop'):
+                await asyncio.to_thread(asyncio.run, inside(a))
+        for ask in (lambda: a.off_loop(len, 'x'), lambda: inside(a)):
+            with pytest.raises(Unavailable) as e: await ask()
+            assert e.value.state == 'closed' and e.value.retry_after >= 1
+        assert reasons == ['starting', 'closed', 'closed']
+    async def inside(a): return a.ensure_ready()
+    asyncio.run(main())
+
+def test_a_text_aside():
+    async def main():
+        aside, begun, go = Aside(), threading.Event(), threading.Event()
+        first = asyncio.create_task(aside.do(lambda: (begun.set(), go.wait(20)))); await until(begun.is_set)
+        assert aside.since is not None
+        later = [asyncio.create_task(aside.do(str, i)) for i in range(3)]; await asyncio.sleep(0)
+        later[0].cancel()                                   # its caller has gone: it is never done
+        t = threading.Thread(target=aside.close); t.start()
+        with pytest.raises(RuntimeError, match='dropped'): await later[1]
+        go.set(); await first; t.join()
+        assert aside.since is None and later[0].cancelled()
+        with pytest.raises(RuntimeError): await aside.do(len, 'x')
+    asyncio.run(main())
+
+def test_a_last_report_by_whoever_comes_first(engine):
+    "A box closes once, whatever the engine says later"
+    llm = engine()
+    r = llm.prepare(P[0], sp()); b = Box(r, 'me')
+    llm.enter(r, lambda draft: b.put(draft, 0.))
+    for _ in range(3): llm.step()
+    assert b.put(last_report(b, 'error', 'lost'), 1.) and not b.put(last_report(b, 'abort', None), 2.)
+    while llm.has_unfinished: llm.step()
+    o = b.take()
+    assert (o.finished, o.error, o.outputs[0].finish_reason, len(o.outputs[0].token_ids)) == (True, 'lost', 'error', 3)
+    assert b.take() is None and o.outputs[0].delta == o.outputs[0].text
+    n = Box(llm.prepare(P[0], sp(temperature=1, n=3)), 'three'); n.put(last_report(n, 'abort', None), 0.)
+    assert [(c.finish_reason, c.token_ids, c.text) for c in n.take().outputs] == [('abort', [], '')] * 3
+
+def test_a_box_that_is_too_full(engine):
+    b = Box(engine().prepare(P[0], sp()), 'me')
+    assert b.excess(1e9, 1, .001) is None                   # nothing lies here, so nobody is late
+    b.news, b.since, b.num_bytes = object(), 5., 10
+    assert b.excess(6., 10, 1.) is None
+    assert 'cut off: 10 bytes' in b.excess(6., 9, 1.) and 'cut off: nothing' in b.excess(6.1, 10, 1.)
+
+def test_the_desk(engine):
+    "It wakes who waits, forgets who has ended, and lets a name be used again"
+    llm = engine()
+    async def main():
+        desk, one, two = Desk(), *(Box(llm.prepare(P[0], sp()), 'me') for _ in range(2))
+        desk.live['me'] = two
+        one.closed, one.waiter = True, asyncio.get_running_loop().create_future()
+        desk.wake([one])
+        assert one.waiter.done() and desk.live == {'me': two}        # the name is another's by now
+        desk.wake([one, two]); assert desk.live == {'me': two}       # who was called already, and who waits for nothing
+        two.closed = True; desk.farewell()
+        assert not desk.live and desk.ready.is_set() and desk.ended.is_set()
+    asyncio.run(main())
+
+def test_who_stops_first(engine):
+    "From many threads at once: the soonest counts"
+    w = Worker(engine(), Limits())
+    assert (w.stop_at, w.state) == (None, 'starting')
+    ts = [threading.Thread(target=w.stop, args=(60. + i,)) for i in range(20)]
+    for t in ts: t.start()
+    for t in ts: t.join()
+    assert len(w.stops) == w.inbox.qsize() == 20 and w.stop_at == min(w.stops) and w.state == 'closed'
+    w.stop(); assert w.stop_at < time.monotonic() + 1

@@ -3,14 +3,18 @@ import asyncio, importlib.util, json, re, sys, threading
 from types import SimpleNamespace
 import numpy as np
 import pytest
-from cbatch import bench
-from cbatch.bench import Sent, best_of, drive, drive_url, field_table, machine, model_facts, rates, results, roofline, run_engine, run_generate, run_generate_batch, run_llama_cpp, served_model, smaller, step_work, time_scheduler
-from cbatch.cli import main
-from cbatch.core import RequestMetrics, StepRecord
-from cbatch.metrics import goodput, itls_s, token_times, tpot_s, ttft_s
-from cbatch.token_loop import generate_ref
 from cbatch import SamplingParams
-from cbatch.workloads import Workload, WorkItem, w64
+from cbatch.bench import time_scheduler
+from cbatch.ceiling import model_facts, rates, roofline, step_work
+from cbatch.cli import main
+from cbatch.contest import ContestSpec, run_alone, run_contest, run_engine
+from cbatch.core import RequestMetrics, StepRecord
+from cbatch.driving import Outcome, drive
+from cbatch.metrics import goodput, itls_s, token_times, tpot_s, ttft_s
+from cbatch.peers import drive_url, run_generate, run_generate_batch, run_llama_cpp, served_model
+from cbatch.results import best_of, field_table, machine, run_results
+from cbatch.token_loop import generate_ref
+from cbatch.workloads import Workload, WorkItem, smaller, w64
 
 CROWD = smaller(w64(), 6, 16)
 M = RequestMetrics
@@ -18,8 +22,8 @@ M = RequestMetrics
 # --- the table
 
 def test_the_fields_table():
-    sent = [Sent(7, M(0., None, [.5, .75, 1.], 1.)), Sent(9, M(.5, None, [1.], 1.)), Sent(3, error='HTTP 429')]
-    d = results(sent, 2., dict(ttft=600, tpot=200), backend='x', request_rate=3., max_concurrency=None)
+    sent = [Outcome(7, M(0., None, [.5, .75, 1.], 1.)), Outcome(9, M(.5, None, [1.], 1.)), Outcome(3, error='HTTP 429')]
+    d = run_results(sent, 2., dict(ttft=600, tpot=200), backend='x', request_rate=3., max_concurrency=None)
     assert (d['completed'], d['failed'], d['total_input_tokens'], d['total_output_tokens'], d['request_throughput'], d['output_throughput'], d['total_token_throughput']) == (2, 1, 16, 4, 1., 2., 10.)
     assert (d['request_goodput'], d['slo_attainment'], d['slo_attainment_by']) == (.5, 1/3, dict(ttft=2/3, tpot=1/3))       # one token has no pace to break
     assert (d['mean_ttft_ms'], d['std_ttft_ms'], d['mean_tpot_ms'], d['median_itl_ms'], d['max_e2el_ms'], d['max_concurrent_requests'], d['max_output_tokens_per_s']) == (500., 0., 250., 250., 1000., 2, 2.)
@@ -32,7 +36,7 @@ def test_the_fields_table():
     assert all(len(l) in (50, 51) for l in lines) and not any('concurrency' in l for l in lines)
 
 def test_nothing_came_back():
-    d = results([Sent(3, error='no')], 1., dict(e2el=1))
+    d = run_results([Outcome(3, error='no')], 1., dict(e2el=1))
     assert (d['completed'], d['mean_ttft_ms'], d['slo_attainment']) == (0, None, 0.) and 'TTFT' not in field_table(d)
 
 def test_chunks_share_their_gap():
@@ -201,12 +205,12 @@ def test_the_client_counts_tokens(chunked):
 @pytest.mark.parametrize('status,events,says', [(429, [b'{"error": "busy"}'], 'HTTP 429.*busy'), (200, [dict(error=dict(message='lost'))], 'lost'), (200, [], 'no token came'), (200, [b'data: {oops\n\n'], 'JSONDecodeError')])
 def test_what_fails_is_kept_apart(status, events, says):
     with Toy(lambda b: (status, events)) as toy: sent, took = drive_url(toy.url, Workload('x', [WorkItem(2, [('a', 3)])]), 'm', 100)
-    d = results(sent, took, dict(ttft=1e6))
+    d = run_results(sent, took, dict(ttft=1e6))
     assert d['failed'] == 1 and re.search(says, sent[0].error) and d['slo_attainment'] == 0.
 
 def test_nobody_listens():
     sent, took = drive_url('http://127.0.0.1:9/v1', Workload('x', [WorkItem(2, [('a', 3)])]), 'm', 100)
-    assert 'Error' in sent[0].error and sent[0].metrics is None and results(sent, max(took, 1e-9))['failed'] == 1
+    assert 'Error' in sent[0].error and sent[0].metrics is None and run_results(sent, max(took, 1e-9))['failed'] == 1
     with pytest.raises(ValueError, match='give its address up to /v1'): served_model('http://127.0.0.1:9/v1')
 
 def test_concurrency_and_lag():
@@ -225,13 +229,13 @@ def test_against_our_own_server(engine, capsys, tmp_path):
 # --- the commands
 
 def test_throughput_in_a_child(tmp_path, capsys, monkeypatch):
-    spec = dict(model='tiny', workload='w64', dtype='float32', max_num_seqs=4, max_num_batched_tokens=64, num_blocks=200, prefix_caching=False, slos={}, repeats=1, limit_s=9., vocab_size=250, seed=0, quick=True)
-    assert bench._contest(['vllm'], spec, str(tmp_path/'r.json'), True) == 0
+    spec = ContestSpec(model='tiny', workload='w64', dtype='float32', max_num_seqs=4, max_num_batched_tokens=64, num_blocks=200, prefix_caching=False, slos={}, repeats=1, limit_s=9., vocab_size=250, seed=0, quick=True)
+    assert run_contest(['vllm'], spec, str(tmp_path/'r.json'), True) == 0
     r = json.loads((tmp_path/'r.json').read_text()); d = r['runs']['vllm']
     assert 0 < d['memory_mb'] and d['cpu_s'] > 0 and d['imports_mb'] > 50 and d['total_output_tokens'] == smaller(w64()).num_output_tokens and 0 < d['roofline']['share'] < 1
     assert {'command', 'machine', 'rates', 'said', 'seed'} <= set(r) and 'roofline' in capsys.readouterr().out
     monkeypatch.setattr(sys, 'executable', 'false')
-    with pytest.raises(RuntimeError, match='vllm: ended with 1'): bench._alone('vllm', spec)
+    with pytest.raises(RuntimeError, match='vllm: ended with 1'): run_alone('vllm', spec)
 
 def test_a_peer_that_cannot_run_stops_nobody(capsys):
     assert main(['bench', 'throughput', '--quick', '--policies', 'vllm', '--peer', 'openai:http://127.0.0.1:9/v1']) == 0

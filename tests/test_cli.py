@@ -1,12 +1,14 @@
 "The command: exit codes, the terminal's state, hostile text, and a view that never disagrees with the records"
 import importlib.util, io, json, os, random, re, signal, subprocess, sys, time
 import pytest
-import cbatch.cli as cli
-from cbatch.cli import Ask, Live, Screen, crowd, fit, let_in, main, parse
+from cbatch import people
+from cbatch.cli import main, parse
 from cbatch.llm import LLM
 from cbatch.model import tiny_lm
+from cbatch.people import Person, crowd, let_in
 from cbatch.policies import Dynamic
 from cbatch.runner import ModelRunner
+from cbatch.screen import Live, Screen, fit_columns
 from cbatch.token_loop import Agreement
 from test_trace import Crowd, act
 
@@ -29,7 +31,7 @@ def folder(tmp_path_factory):
 def demo(folder, tmp_path, monkeypatch):
     "Run `cbatch demo` on the tiny model, everybody in a hurry and content with little"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, '_ASKS', re.sub(r'^(\S+) (\d+)', lambda m: f'{m[1]} {int(m[2]) // 4}', cli._ASKS, flags=re.M))
+    monkeypatch.setattr(people, 'QUESTIONS', re.sub(r'^(\S+) (\d+)', lambda m: f'{m[1]} {int(m[2]) // 4}', people.QUESTIONS, flags=re.M))
     return lambda *args: main(['demo', '--model', str(folder), '--rate', '1000', '--max-num-seqs', '12', '--report', 'r.html', *args])
 
 # --- the command line
@@ -56,7 +58,7 @@ def test_options_are_argparse_s_business(capsys):
     with pytest.raises(SystemExit) as e: main(['demo', '--help'])
     out = capsys.readouterr().out
     assert e.value.code == 0 and '--max-num-batched-tokens' in out and '--max_num' not in out
-    assert parse(cli.demo, ['--no-live', '--num-blocks', '7', '--seed=3']) == {**parse(cli.demo, []), 'live': False, 'num_blocks': 7, 'seed': 3}
+    assert parse('demo', ['--no-live', '--num-blocks', '7', '--seed=3']) == {**parse('demo', []), 'live': False, 'num_blocks': 7, 'seed': 3}
 
 def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
@@ -142,7 +144,7 @@ def test_a_real_terminal_and_a_real_signal(tmp_path):
 # --- the crowd
 
 def test_open_loop_under_a_policy_that_waits():
-    asks = [Ask(f'r{i}', 3 + i, 'x' * i, at) for i, at in enumerate((0., 0., .4, 9., 9.01, 30.))]
+    asks = [Person(f'r{i}', 3 + i, 'x' * i, at) for i, at in enumerate((0., 0., .4, 9., 9.01, 30.))]
     with LLM(tiny_lm(), policy=Dynamic(window=.25), max_num_seqs=3, num_blocks=64) as llm:
         t = [5.]
         execute = llm.execute
@@ -188,7 +190,7 @@ def test_every_line_has_its_width():
                 plain, colored = s.lines(w, h, whole), s.lines(w, h, whole, color=True)
                 assert len(plain) == len(colored) < h
                 assert [ESC.sub('', l).replace('█', '#').replace('▓', '#') for l in colored] == [l.replace('█', '#').replace('▓', '#') for l in plain]
-                for l in plain: assert fit(l, w) == l or fit(l, w).rstrip() == l.rstrip()
+                for l in plain: assert fit_columns(l, w) == l or fit_columns(l, w).rstrip() == l.rstrip()
 
 EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x08z\t']
 

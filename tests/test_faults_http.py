@@ -418,7 +418,7 @@ def test_fault_28_drain(fresh):
         got, jobs = {}, dict(short=dict(max_tokens=4), waiting=dict(max_tokens=4), long=dict(max_tokens=450), stream=dict(max_tokens=450, stream=True))
         ts = [threading.Thread(target=lambda k=k, kw=kw: got.update({k: w.complete(**kw)})) for k, kw in jobs.items()]
         for t in ts: t.start(); time.sleep(.01)
-        w.wait(lambda: w.server.engine.worker.sent == 4)
+        w.wait(lambda: w.server.engine.worker.desk.sent == 4)
         w.server.handle_exit()
         w.wait(lambda: w.server.engine.state == 'draining')
         time.sleep(.4)                                      # the socket still answers

@@ -1,5 +1,5 @@
 "The house: what the layout of the repository promises, in places that no single notebook can see."
-import ast, configparser, json, re, subprocess, sys
+import ast, configparser, functools, json, re, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ handover worker async_engine wire protocol answers openapi prometheus gate front
 driving results ceiling peers contest bench people screen demo cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
-NO_TENSOR = [m for m in ('core', 'kv_blocks', 'scheduler', 'policies', 'trace', 'metrics') if m in MODULES]
+NO_TENSOR = [m for m in ('params', 'core', 'kv_blocks', 'roster', 'scheduler', 'preemption', 'prefix_caching', 'state', 'policies', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
 NAMES = 'LLM AsyncLLM SamplingParams EngineConfig RequestOutput CapacityError RequestFailed tiny_lm load_model'.split()
 EXPORT = re.compile(r'^#\|\s*(export|exports|exporti)\s*$', re.M)
@@ -97,17 +97,23 @@ def test_imports_strictly_downward(module):
         used = [name[7:]] if name[7:] in MODULES else [f'{name}.{w}'[7:] for w in what]  # from cbatch import core
         assert used and set(used) <= set(below), f'{module} imports {used}'
 
+@functools.cache
+def parsed(module): return ast.parse(MODULES[module].read_text(encoding='utf-8'))
+
 @pytest.mark.parametrize('module', MODULES)
 def test_a_module_has_one_thought(module):
     num_lines = MODULES[module].read_text(encoding='utf-8').count('\n')
     assert num_lines <= 400
 
-def privates(tree):
+@functools.cache
+def own(module):
     "Names that a module defines or sets: functions, variables, fields"
-    for o in ast.walk(tree):
-        if isinstance(o, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): yield o.name
-        elif isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store): yield o.id
-        elif isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) and of_its_own(o): yield o.attr
+    names = set()
+    for o in ast.walk(parsed(module)):
+        if isinstance(o, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): names.add(o.name)
+        elif isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store): names.add(o.id)
+        elif isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) and of_its_own(o): names.add(o.attr)
+    return names
 
 def private(name):
     "One underscore in front; `_cbatch_x` is what the package notes on other libraries' objects"
@@ -135,23 +141,22 @@ FOREIGN = {
 @pytest.mark.parametrize('module', MODULES)
 def test_no_private_name_leaves_its_module(module):
     "Neither imported nor read from an object of another module; of other libraries those in FOREIGN"
-    trees = {m: ast.parse(p.read_text(encoding='utf-8')) for m, p in MODULES.items()}
-    own, strange = set(filter(private, privates(trees[module]))), []
-    for o in ast.walk(trees[module]):
+    strange = []
+    for o in ast.walk(parsed(module)):
         if isinstance(o, ast.ImportFrom): strange += [a.name for a in o.names if private(a.name)]
-        elif isinstance(o, ast.Attribute):
-            if private(o.attr) and not of_its_own(o) and o.attr not in own: strange.append(o.attr)
+        elif isinstance(o, ast.Attribute) and private(o.attr):
+            if not of_its_own(o) and o.attr not in own(module): strange.append(o.attr)
         elif isinstance(o, ast.Call) and getattr(o.func, 'id', '') in ('getattr', 'setattr', 'hasattr', 'attrgetter'):
             said = [a.value for a in o.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            strange += [n for n in said if private(n) and n not in own]
-    home = {n: m for m in reversed(ORDER) if m in trees and m != module for n in privates(trees[m])}
+            strange += [n for n in said if private(n) and n not in own(module)]
+    home = {n: m for m in reversed(ORDER) if m in MODULES and m != module for n in own(m)}
     found = [f"{n} of {home.get(n, 'another library')}" for n in strange if n not in FOREIGN]
     assert not found
 
 def exports(module):
     "What a module says in `__all__`"
-    tree = ast.parse(MODULES[module].read_text(encoding='utf-8'))
-    said = [o.value for o in tree.body if isinstance(o, ast.Assign) and ast.unparse(o.targets[0]) == '__all__']
+    assigned = [o for o in parsed(module).body if isinstance(o, ast.Assign)]
+    said = [o.value for o in assigned if ast.unparse(o.targets[0]) == '__all__']
     return ast.literal_eval(said[0]) if said else []
 
 @pytest.mark.parametrize('module', MODULES)
@@ -166,6 +171,10 @@ def test_scheduler_never_sees_a_tensor():
 def test_every_module_has_its_notebook():
     said = [m[1] for p in CHAPTERS for c in cells(p, 'code') if (m := DEFAULT_EXP.search(c['source']))]
     assert sorted(said) == sorted(MODULES)
+
+def test_every_module_is_on_the_map():
+    text = (ROOT/'CONTRIBUTING.md').read_text(encoding='utf-8')
+    assert set(MODULES) <= set(re.findall(r'`([\w.]+)`', text.partition('## The modules')[2].partition('\n## ')[0]))
 
 def test_one_version():
     import cbatch
@@ -251,7 +260,8 @@ def test_what_is_exported_soon_runs(path):
 def test_lines_fit_the_column(path):
     if path.suffix == '.ipynb': texts = [(c['id'], c['source']) for c in cells(path, 'code')]
     else: texts = [('line', path.read_text(encoding='utf-8'))]
-    texts = [(where, re.sub(r'^__all__ = \[.*?\]$', '', t, count=1, flags=re.M | re.S)) for where, t in texts]  # nbdev's line
+    all_ = re.compile(r'^__all__ = \[.*?\]$', re.M | re.S)     # nbdev's line
+    texts = [(where, all_.sub('', t, count=1)) for where, t in texts]
     lines = [(f'{where} {n}', l) for where, text in texts for n, l in enumerate(text.splitlines(), 1)]
     wide = [f'{where}: {l.strip()[:60]}...' for where, l in lines if len(l) > WIDTH]
     assert not wide

@@ -1,4 +1,4 @@
-"What nbs/01_model.ipynb and nbs/01c_loading.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
+"What nbs/02_model.ipynb and nbs/03_loading.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
 from pathlib import Path

@@ -108,6 +108,7 @@ def test_why_the_queue_waits(engine):
     said = lambda *ds, **kw: why_waiting(StepRecord(0, 0., 0., decisions=list(ds), **kw))
     assert [said(('a', f'waits: {w}')) for w in ('batch full', 'budget', '1 block short', '3 blocks short', 'memory ran short', 'r0 computes the prompt', 'batch closed', 'window of 5 s')] == \
         ['batch_full', 'budget', 'blocks', 'blocks', 'blocks', 'prefix', 'policy', 'policy']
+    assert [said(('a', f'waits: {w}')) for w in ('r3 computes 144 of its tokens', 'r3 computes 1 of its tokens')] == ['prefix'] * 2
     assert said(('a', 'waits: budget'), ('b', 'waits: batch full'), (None, '2 more wait behind')) == 'batch_full' and said(('a', 'preempted: youngest'), preempted=['a']) == 'blocks' and said() == 'policy'
     llm = engine(max_num_seqs=1); run, go, at = llm.execute, threading.Semaphore(0), []
     def execute(plan): at.append(plan); assert len(at) != 3 or go.acquire(timeout=20); return run(plan)

@@ -6,9 +6,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from cbatch.core import CompletionOutput, Logprob, RequestOutput
 from cbatch.params import CapacityError, SamplingParams
-from cbatch.protocol import (APIS, FIELDS, KINDS, Chunks, Head, ProtocolError, dumps, failure, fields, fitted, frame, openapi, parse_json, read_fields,
-                             read_request,
-                             refusal, sanitise, schema, unknown)
+from cbatch.answers import Chunks, Head, failure, frame
+from cbatch.openapi import document, schema
+from cbatch.protocol import API_FIELDS, APIS, READERS, fields_of, fitted, read_fields, read_request, refusal, unknown
+from cbatch.wire import ProtocolError, dumps, error_headers, parse_json, sanitise
 
 VOCAB = 258
 MUST = dict(C=dict(model='m', prompt='x'), H=dict(model='m', messages=[dict(role='user', content='x')]))
@@ -43,7 +44,7 @@ def test_strict_json(body, says):
     with pytest.raises(ProtocolError, match=says): parse_json(body)
 
 @plain
-@given(st.sampled_from('CH'), st.dictionaries(st.sampled_from([f.name for f in FIELDS]), values, max_size=4))
+@given(st.sampled_from('CH'), st.dictionaries(st.sampled_from([f.name for f in API_FIELDS]), values, max_size=4))
 def test_any_fields(api, odd):
     "Whatever stands in a field: an ask that the engine can take, or a refusal that names a field that was sent or is missing"
     try: ask = read_request(api, MUST[api] | odd, VOCAB)
@@ -54,11 +55,11 @@ def test_any_fields(api, odd):
     assert isinstance(ask.params, SamplingParams) and ask.prompts and all(math.isfinite(getattr(ask.params, k)) for k in ('temperature', 'top_p', 'min_p'))
     assert all(i < VOCAB for i in [*ask.params.stop_token_ids, *(ask.params.logit_bias or ()), *(ask.params.allowed_token_ids or ())])
 
-@pytest.mark.parametrize('f', FIELDS, ids=lambda f: f'{f.name}-{f.apis}')
+@pytest.mark.parametrize('f', API_FIELDS, ids=lambda f: f'{f.name}-{f.apis}')
 def test_each_row(f):
     "Null is the default; a wrong type names the field; the default and the limits can be said"
     for api in f.apis:
-        must = {k: v for k, v in dict(model='m', prompt='x', messages=MUST['H']['messages'], tokens=[1]).items() if k in fields(api) and fields(api)[k].need}
+        must = {k: v for k, v in dict(model='m', prompt='x', messages=MUST['H']['messages'], tokens=[1]).items() if k in fields_of(api) and fields_of(api)[k].need}
         if not f.need: assert read_fields(api, must | {f.name: None}, VOCAB)[f.name] == f.default
         for bad in (object, [object], {'x': object}, 'x' * (2**22 + 1)):
             with pytest.raises(ProtocolError) as e: read_fields(api, must | {f.name: bad}, VOCAB)
@@ -69,11 +70,11 @@ def test_each_row(f):
             for x in (f.least - 1, f.most + 1, str(f.least), True, [], math.nan, math.inf):
                 with pytest.raises(ProtocolError): read_fields(api, must | {f.name: x}, VOCAB)
         for x in f.only: read_fields(api, must | {f.name: x}, VOCAB)
-    assert f.kind in KINDS and set(f.apis) <= set(APIS)
+    assert f.kind in READERS and set(f.apis) <= set(APIS)
 
 def test_the_document_is_the_table():
-    for api in APIS: assert set(schema(api)['properties']) == set(fields(api))
-    doc = openapi('1', ['m'])
+    for api in APIS: assert set(schema(api)['properties']) == set(fields_of(api))
+    doc = document('1', ['m'])
     assert json.loads(dumps(doc)) == doc and doc['openapi'] == '3.1.0'
 
 def test_defaults_are_those_of_the_api():
@@ -112,7 +113,7 @@ def test_what_the_engine_refuses_names_its_field():
     assert refusal(ValueError('200 entries of bad_words: at most 128'), 'prompt').param == 'bad_words'
 
 @pytest.mark.parametrize('s,want', [(0., '1'), (.2, '1'), (3.4, '4'), (1e9, '120')])
-def test_retry_after_is_what_the_client_obeys(s, want): assert ProtocolError(503, 'x', retry_after=s).headers['retry-after'] == want
+def test_retry_after_is_what_the_client_obeys(s, want): assert error_headers(ProtocolError(503, 'x', retry_after=s))['retry-after'] == want
 
 def spell(i): return bytes([i]) if i < 256 else b'<eos>'
 def head(api='H', **kw): return Head(read_request(api, MUST[api] | kw, VOCAB), 'fp_x', spell)
@@ -185,6 +186,6 @@ def test_failures(error, reason, status, code):
     assert (e and e.status, e and e.code) == (status, code) and (e is None or 'instant' not in e.message)
 
 def test_failures_know_what_the_sampler_says():
-    from cbatch.drawing import WHY
-    codes = [failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], 'error')], True, error=e)).code for _, e in WHY]
-    assert codes == [code for code, _ in WHY] == ['no_token_left', 'nan_logits']
+    from cbatch.sampling import WHY
+    codes = [failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], 'error')], True, error=e)).code for e in WHY[1:]]
+    assert codes == ['no_token_left', 'nan_logits']

@@ -64,7 +64,7 @@ def test_guesses_hold_up_to_the_first_that_differs(engine, tiny, backend, prompt
     r = decoding(llm, prompt, params)
     draft = [*ref[3:3 + num_right], *map(wrong, ref[3 + num_right:8])]
     plan = guessing(llm, r, draft)
-    out = llm.runner.execute(plan)
+    out = llm.execute(plan)
     assert out.sampled == {r.request_id: ref[3:4 + num_right]} and not out.errors
     assert llm.scheduler.update(plan, out, 1.) == []
     assert r.output_ids == ref[:4 + num_right] and r.token_times[3:] == [1.] * (1 + num_right)
@@ -92,7 +92,7 @@ def test_an_end_within_the_guesses(engine, tiny, backend, at):
         llm = engine(backend=backend, **ROOMY[backend])
         r = decoding(llm, P[1], params)
         plan = guessing(llm, r, ref[3:8])
-        out = llm.runner.execute(plan)
+        out = llm.execute(plan)
         assert out.sampled[r.request_id] == ref[3:9]
         assert llm.scheduler.update(plan, out, 1.) == [r]
         assert (r.output_ids, r.finish_reason) == (ref[:4 + at], why) and len(r.token_times) == 4 + at

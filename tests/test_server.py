@@ -4,10 +4,11 @@ import openai, pytest, schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
-import cbatch.async_engine
 from cbatch import LLM
+from cbatch.async_engine import Observer
+from cbatch.openapi import PATHS
 from cbatch.server import Connection, background, bind, make_server
-from cbatch.protocol import LIMITS, ROUTES
+from cbatch.wire import LIMITS
 from soak import soak
 from web import ENGINE, NEXT, Web, ref, web
 
@@ -69,16 +70,16 @@ def test_openai_errors(w, kw, exc, param, code):
     with pytest.raises(exc) as e: w.client().completions.create(**dict(prompt=NEXT, **GREEDY) | kw)
     assert (e.value.param, e.value.code) == (param, code) and e.value.request_id
 
-def test_openai_retries_when_told_to(tiny, monkeypatch):
-    "429 while the queue is full, 503 while the engine is made; the client waits as long as it is told, and is served"
-    monkeypatch.setitem(cbatch.async_engine._RETRY, 'starting', 1)
+def test_openai_retries_when_told_to(tiny):
+    "429 while the queue is full; the client waits as long as it is told, and is served"
     with web(tiny, engine=dict(max_num_seqs=1), limits=dict(max_waiting=1)) as w:
         hold = threading.Event(); w.hooks.append(lambda plan: plan.scheduled[0].request.output_ids and hold.wait(20))
         busy = [w.raw(max_tokens=4)]; w.wait(lambda: any(r.output_ids for r in w.llm.scheduler.running))
         busy += [w.raw(max_tokens=4)]; w.wait(lambda: w.server.engine.worker.num_queued() == 1)
         refusals = []
-        refuse = w.server.engine._refuse
-        monkeypatch.setattr(w.server.engine, '_refuse', lambda exc, why: (refusals.append(why), hold.set(), refuse(exc, why)))
+        class Door(Observer):
+            def refused(self, reason): refusals.append(reason); hold.set()
+        w.server.engine.observers.append(Door())
         right = w.client(max_retries=2).completions.create(prompt=NEXT, **GREEDY).choices[0].text
         assert refusals == ['requests']
         for s in busy: s.close()
@@ -113,7 +114,7 @@ def test_metrics_trace_and_health(w):
     steps = w.ask('GET', '/trace?n=5').json
     assert len(steps) == 5 and {'step', 'scheduled', 'decisions'} <= set(steps[0])
     assert w.ask('GET', '/health').json == dict(status='ready')
-    assert {p for p, *_ in ROUTES} == set(w.ask('GET', '/openapi.json').json['paths'])
+    assert {p.path for p in PATHS} == set(w.ask('GET', '/openapi.json').json['paths'])
 
 def test_trace_is_off_by_default(tiny):
     with web(tiny) as w: assert w.ask('GET', '/trace').status == 404 and w.ask('GET', '/docs').status == 404
@@ -178,7 +179,7 @@ def fuzzed(tiny):
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 
 @pytest.mark.parametrize('mode', schemathesis.GenerationMode, ids=lambda m: m.value)
-@pytest.mark.parametrize('path,method', [(p, m) for p, m, *_ in ROUTES])
+@pytest.mark.parametrize('path,method', [(p.path, p.method) for p in PATHS])
 def test_document(fuzzed, path, method, mode):
     "No 5xx and no odd answer to what the document allows, nor to what it forbids"
     op = fuzzed[path][method]
@@ -312,7 +313,7 @@ def test_texts_that_are_no_prompts(w):
     for r in (w.complete(far), w.chat(far), w.ask('POST', '/tokenize', dict(model='tiny', prompt=far))): assert r.error['code'] == 'context_length_exceeded' and 'characters' in r.error['message']
     r = w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * (w.llm.max_model_len + 1))); assert r.status == 400 and r.error['param'] == 'tokens'
     assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * w.llm.max_model_len)).status == 200
-    assert w.server.engine.worker.reserved == 0
+    assert w.server.engine.worker.desk.reserved == 0
 
 def test_a_body_that_outlives_the_engine(tiny):
     with background(lambda: LLM(tiny, **ENGINE), 'tiny') as server:

@@ -84,9 +84,9 @@ class Web:
 
     def until_sent(self, n, s=.01):
         "Let no step end before `n` more answers have been handed to the engine, and each take a while"
-        worker = self.server.engine.worker; n += worker.sent
+        desk = self.server.engine.worker.desk; n += desk.sent
         def wait(plan):
-            while worker.sent < n: time.sleep(.002)
+            while desk.sent < n: time.sleep(.002)
             time.sleep(s)
         self.hooks.append(wait)
 
@@ -94,7 +94,7 @@ class Web:
         "The quiesce check: nobody is here, nothing is held, the next answer is right"
         self.hooks.clear()
         m = self.server.engine.metrics
-        self.wait(lambda: not self.llm.has_unfinished and not self.server.engine.worker.live, 'the engine to be empty')
+        self.wait(lambda: not self.llm.has_unfinished and not self.server.engine.worker.desk.live, 'the engine to be empty')
         self.inside(quiet)
         r = self.complete(logprobs=0)
         assert r.status == 200, r.body

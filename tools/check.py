@@ -1,6 +1,7 @@
 """Check everything, in order, and stop at the first thing that is wrong: python tools/check.py [--all] [STEP ...]
 
-Steps: export clean types notebooks tests kernels docs build wheel; --all adds what is slow, and outputs: a re-run of every notebook must store what is stored."""
+Steps: export clean types notebooks tests kernels docs build wheel. --all adds what is slow, and outputs: a re-run of
+every notebook must store what is stored."""
 import hashlib, os, shutil, subprocess, sys, tempfile, time, venv
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,7 +23,9 @@ def sh(*cmd, cwd=ROOT, **env):
 @contextmanager
 def unchanged(patterns, cure):
     "The files that match `patterns` are the same bytes afterwards"
-    digest = lambda: {p.relative_to(ROOT): hashlib.sha256(p.read_bytes()).digest() for pat in patterns for p in ROOT.glob(pat) if '.ipynb_checkpoints' not in p.parts}
+    def digest():
+        paths = [p for pat in patterns for p in ROOT.glob(pat) if '.ipynb_checkpoints' not in p.parts]
+        return {p.relative_to(ROOT): hashlib.sha256(p.read_bytes()).digest() for p in paths}
     before = digest()
     yield
     after = digest()
@@ -33,7 +36,8 @@ NBS = ['index.ipynb', 'nbs/*.ipynb', 'kernels/*.ipynb']
 
 def export():
     "nbdev_export leaves no diff"
-    with unchanged(['cbatch/**/*.py'], 'The modules were not what the notebooks say; they are now.'): sh(BIN/'nbdev_export')
+    with unchanged(['cbatch/**/*.py'], 'The modules were not what the notebooks say; they are now.'):
+        sh(BIN/'nbdev_export')
 
 def clean():
     "nbdev_clean leaves no diff"
@@ -41,7 +45,8 @@ def clean():
 
 def types():
     "mypy over the package, its patched methods in their classes"
-    if sys.version_info < (3, 11): return print('skipped: the types of numpy and torch are those of constraints.txt from Python 3.11 on')
+    # older ones get other versions of numpy and torch, with other types
+    if sys.version_info < (3, 11): return print('skipped: types are checked from Python 3.11 on')
     sh(sys.executable, 'tools/check_types.py')
 
 def notebooks():
@@ -51,7 +56,8 @@ def notebooks():
 
 def tests():
     "pytest"
-    sh(sys.executable, '-m', 'pytest', '-q', '-n', WORKERS, '--dist', 'loadfile', '--durations=5', *(['-m', ''] if ALL else []), 'tests',
+    slow = ['-m', ''] if ALL else []
+    sh(sys.executable, '-m', 'pytest', '-q', '-n', WORKERS, '--dist', 'loadfile', '--durations=5', *slow, 'tests',
        OMP_NUM_THREADS=str(max(1, CORES // WORKERS)), CBATCH_SOAK_S=os.environ.get('CBATCH_SOAK_S', '60'))
 
 def kernels():
@@ -66,7 +72,8 @@ def outputs():
 def docs():
     "the site, its links, and README.md"
     if sys.version_info < (3, 11): return print('skipped: smalldocs needs Python 3.11')
-    with unchanged(['README.md'], 'README.md was not what index.ipynb says; it is now.'): sh(sys.executable, 'tools/docs.py')
+    with unchanged(['README.md'], 'README.md was not what index.ipynb says; it is now.'):
+        sh(sys.executable, 'tools/docs.py')
 
 def build():
     "python -m build"
@@ -78,10 +85,12 @@ import fastcore, cbatch, sys
 from importlib.metadata import files
 assert fastcore.__version__.split('.')[0] == '2', fastcore.__version__
 assert cbatch.__file__.startswith(sys.prefix), cbatch.__file__
-assert {f.parts[0] for f in files('cbatch') if f.parts[0] != '..'} == {'cbatch', f'cbatch-{cbatch.__version__}.dist-info'}, 'a top-level kernels would hide the package of that name'
+top = {f.parts[0] for f in files('cbatch') if f.parts[0] != '..'}   # `kernels` would hide the package of that name
+assert top == {'cbatch', f'cbatch-{cbatch.__version__}.dist-info'}, top
 from cbatch import LLM, SamplingParams, tiny_lm
 with LLM(tiny_lm('llama', 0), max_num_seqs=2, check=True) as llm:
-    outs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8], [9]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    outs = llm.generate([[1, 2, 3], [4, 5, 6, 7, 8], [9]], params, use_tqdm=False)
 print('cbatch', cbatch.__version__, 'with fastcore', fastcore.__version__, [o.outputs[0].token_ids for o in outs])
 assert [len(o.outputs[0].token_ids) for o in outs] == [5, 5, 5]
 '''

@@ -16,7 +16,7 @@ strip_no = lambda n: re.sub(r'^\d+[a-zA-Z0-9]*_', '', n)
 strip_path = lambda p: posixpath.join(posixpath.dirname(p), strip_no(posixpath.basename(p)))
 
 def rename(proc, site):
-    "Name pages as nbdev's links do (00_core -> core), links between them relative; says what the sidebar lacks"
+    "Name pages as nbdev's links do (01_core -> core), links between them relative; says what the sidebar lacks"
     rels = [p.relative_to(proc).as_posix() for p in proc.rglob('*.ipynb')]
     for rel in rels:
         p, here = proc/rel, posixpath.dirname(rel)

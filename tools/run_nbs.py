@@ -1,4 +1,4 @@
-"""Run notebooks and store what their cells show: python tools/run_nbs.py [nbs/00_core.ipynb ...] [--slow] [--cuda]
+"""Run notebooks and store what their cells show: python tools/run_nbs.py [nbs/01_core.ipynb ...] [--slow] [--cuda]
 
 A second run changes nothing. A cell flagged for another machine (`tst_flags` in settings.ini) keeps the output that it
 has, unless its flag is named."""
