@@ -38,7 +38,7 @@ class Answer:
     def cut(self, n:int):
         "Forget all tokens after the first `n`: they came in one step with the token that ended the text"
         del self.request.output_ids[n:], self.request.token_times[n:], self.logprobs[n:]
-        self.score = sum(next(iter(x.values())).logprob for x in self.logprobs)
+        self.score = sum((next(iter(x.values())).logprob for x in self.logprobs), 0.)
 
 # %% ../nbs/27_reports.ipynb #7f122c0c
 class Draft:
