@@ -142,6 +142,8 @@ def claim(self:BlockManager, request:Request, found:Found, plan:Plan): pass     
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
 
 @patch
+def withdraw(self:BlockManager, request:Request): pass # it computes no more for now: nobody shall wait for it
+@patch
 def forget(self:BlockManager, request:Request): pass   # what its blocks hold is not to be trusted
 
 # %% ../nbs/12_kv_blocks.ipynb #4dad0de9

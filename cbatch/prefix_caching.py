@@ -158,10 +158,15 @@ def commit(self:PrefixBlocks, request:Request):
     request.num_committed_blocks = full
 
 @patch
-def release(self:PrefixBlocks, request:Request):
-    "Take back all blocks of `request`; what it was computing, it computes no more"
+def withdraw(self:PrefixBlocks, request:Request):
+    "What `request` was computing, it computes no more: nobody shall wait for it"
     for name in request.block_hashes[request.num_committed_blocks:]:
         if self.pending.get(name) is request: del self.pending[name]
+
+@patch
+def release(self:PrefixBlocks, request:Request):
+    "Take back all blocks of `request`"
+    self.withdraw(request)
     BlockManager.release(self, request)
 
 # %% ../nbs/20_prefix_caching.ipynb #e4bd78a8

@@ -176,6 +176,7 @@ def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     if grown: plan.blocks[r.request_id] = grown
     r.status = Status.PAUSED
     self.paused[r] = None
+    self.blocks.withdraw(r)
     plan.paused.append(r)
     self.waiting.push(r)
     self.note(plan, r, Kind.PAUSED, why)

@@ -154,12 +154,15 @@ def _make_room(self:Scheduler, r:Request, num_tokens:int, plan:Plan)->bool:
 def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
     "The turn of a request in the queue: it joins the batch, or is told why not"
     if r.status is Status.FINISHED: return _ENDED
-    found, n, why = Found(), 0, self._shut(plan)
-    if not why:
-        if r.status is not Status.PAUSED: found = self.blocks.find(r)
+    why = self._shut(plan)
+    while not why:
+        found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
         n = self.policy.chunk(self, r, r.num_left - found.num_tokens, plan.left)
-        why = self._why_not(r, n, found, plan)
-    if not why: return self._join(r, n, found, plan)
+        if not (why := self._why_not(r, n, found, plan)): return self._join(r, n, found, plan)
+        if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
+        if not (idler := self.idler(r)): break
+        self.preempt(idler, plan, self.preemptor.why)
+        why = None                                    # look again: it may have held what was found
     self.num_refused += 1
     if r not in plan.preempted: self.note(plan, r, Kind.WAITS, *why)
     return why
@@ -182,7 +185,6 @@ def _why_not(self:Scheduler, r:Request, n:int, found:Found, plan:Plan)->Reason|N
     else: unasked = 0
     need = self.blocks.blocks_short(r, max(self._reserve(r), r.num_tokens)) - len(found.blocks) + found.num_free
     need += self.promised + unasked + (self.watermark if self.running else 0)
-    while need > self.blocks.num_free_blocks and (idler := self.idler(r)): self.preempt(idler, plan, self.preemptor.why)
     return Reason(Why.BLOCKS, need - self.blocks.num_free_blocks) if need > self.blocks.num_free_blocks else None
 
 @patch
