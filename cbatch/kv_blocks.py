@@ -142,7 +142,7 @@ def claim(self:BlockManager, request:Request, found:Found, plan:Plan): pass     
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
 
 @patch
-def withdraw(self:BlockManager, request:Request): pass # it computes no more for now: nobody shall wait for it
+def withdraw(self:BlockManager, request:Request): "`request` computes no more for now: nobody shall wait for it"
 @patch
 def forget(self:BlockManager, request:Request): pass   # what its blocks hold is not to be trusted
 

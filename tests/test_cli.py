@@ -3,6 +3,7 @@ import importlib.util, io, json, os, random, re, signal, subprocess, sys, time
 import pytest
 from cbatch import people
 from cbatch.cli import main, parse
+from cbatch.core import Decision, Kind
 from cbatch.llm import LLM
 from cbatch.model import tiny_lm
 from cbatch.people import Person, crowd, let_in
@@ -197,7 +198,7 @@ EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x
 def test_a_trace_from_somebody_cannot_steer_the_terminal(tmp_path, monkeypatch):
     trace = crowd_trace(seed=2, steps=30)
     ids = [r for rec in trace for r, *_ in rec.arrived]
-    for rec in trace.records: rec.decisions = [(r, what + EVIL[0]) for r, what in rec.decisions]
+    for rec in trace.records: rec.decisions = [Decision(d.request_id, Kind.NOTE, str(d) + EVIL[0]) for d in rec.decisions]
     trace.facts['policy'] = 'static' + EVIL[0]
     trace.to_jsonl(tmp_path / 't.jsonl', {r: EVIL[i % len(EVIL)] for i, r in enumerate(ids)})
     for term, live in ((Terminal(), True), (io.StringIO(), False)):
