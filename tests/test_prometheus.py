@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Decision, Kind, StepRecord, Why
 from cbatch.prometheus import ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets, why_waiting
-from cbatch.ragged_batch import wanted
-from ask import sp
+from ask import poison, sp
 
 sp = partial(sp, max_tokens=6)
 
@@ -74,12 +73,7 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
 
 def test_what_went_wrong_is_counted_once(engine):
     llm = engine(max_num_seqs=1)
-    finish = llm.runner.finish
-    def poisoned(plan, pending):
-        for i, w in enumerate(wanted(plan)):
-            if w.request.user == 'nan': pending.result[i] = float('nan')
-        return finish(plan, pending)
-    llm.runner.finish = poisoned
+    poison(llm, lambda r: r.user == 'nan')
     async def visit(a, e):
         for how in ('bad', 'late', 'left'):
             async with await a.add([1, 2], sp(max_tokens=100), user='nan' if how == 'bad' else None, timeout_s=0 if how == 'late' else None) as s:
