@@ -24,7 +24,8 @@ class Door:
         scheduler:Scheduler,   # whose memory and policy have the last word
         max_model_len:int,     # tokens of prompt and answer together
     ):
-        self.tokenizer, self.scheduler, self.max_model_len = model.tokenizer, scheduler, max_model_len
+        self.tokenizer:Any = model.tokenizer       # or None: token ids only
+        self.scheduler, self.max_model_len = scheduler, max_model_len
         self.vocab_size, self.eos_ids = model.vocab_size, model.eos_ids
 
     @property
@@ -99,7 +100,7 @@ def ask(self:Door,
     if params.stop and self.tokenizer is None:
         raise ParamError('stop', "stop strings need a tokenizer: LLM(..., tokenizer=...)")
     ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_ids)}
-    words = bad_word_ids(params.bad_words, self.tokenizer, self.vocab_size)
+    words = bad_word_ids(params.bad_words or (), self.tokenizer, self.vocab_size)
     text, limit = prompt if isinstance(prompt, str) else None, self.limit(len(ids), params)
     r = Asked(request_id or '', ids, params, limit, arrival, stop_ids=frozenset(ends), bad_words=words,
               prompt=text, **more)

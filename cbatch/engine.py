@@ -33,6 +33,9 @@ _log = logging.getLogger('cbatch')
 
 class Engine:
     "Serves any number of requests by continuous batching"
+    model:Any = None          # a `CausalLM`; None: closed
+    runner:Any = None
+    tokenizer:Any = None
     def __init__(self,
         model:CausalLM,
         config:EngineConfig,
@@ -225,8 +228,9 @@ def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as 
         plan, failure = self.scheduler.undo(plan, self.moved), Failure(Code.STEP, f"{type(e).__name__}: {e}")
         return plan, StepOutput(errors={s.request.request_id: failure for s in plan.scheduled})
     except BaseException:
-        plan = self.scheduler.undo(plan, self.moved)
+        plan = replace(self.scheduler.undo(plan, self.moved), scheduled=[])
         if self.trace: self.trace.failed(plan)
+        self._tell(self._reports(plan, StepOutput(), self.clock())[0])    # their time is over all the same
         raise
 
 @patch
@@ -275,7 +279,9 @@ def _read(self:Engine, answer:Answer, now:float)->bool: # did that end it?
     if not (hit or r.failure): return False
     if not over: self.scheduler.finish(r, 'stop', now)
     r.finish_reason = 'error' if r.failure else 'stop'
-    if hit: r.stop_reason = answer.text.stop
+    if hit:
+        r.stop_reason = answer.text.stop
+        answer.cut(answer.text.num_read)
     return not over
 
 # %% ../nbs/30_engine.ipynb #48fdef80
@@ -313,21 +319,26 @@ def abort(self:Engine,
 
 # %% ../nbs/30_engine.ipynb #c0874a5d
 @patch
-def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can change anything; None: nobody is here
+def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can help; None: nobody is here
     "Run a step, if one can run now; for loops that drive the engine. Reports go to their sinks, others to `take`"
     self.ensure_open()
     self._ours()
     before = self.scheduler.num_steps
-    for draft in self._step():
-        sink = self.sinks.get(draft.request_id)
-        if sink: sink(draft)
-        else: self._keep(draft.output())
+    self._tell(self._step())
     if self.scheduler.num_steps > before: return 0.
     if not self.requests: return None
     wake = self.scheduler.next_wakeup
     return math.inf if wake is None else max(0., wake - self.clock())
 
 # %% ../nbs/30_engine.ipynb #6bdd6729
+@patch
+def _tell(self:Engine, drafts:list[Draft]):
+    "Hand reports to those who asked for them"
+    for draft in drafts:
+        sink = self.sinks.get(draft.request_id)
+        if sink: sink(draft)
+        else: self._keep(draft.output())
+
 @patch
 def _keep(self:Engine, o:RequestOutput):
     "Keep an output until somebody takes it, joined with one that is there already"
@@ -383,8 +394,6 @@ def close(self:Engine):
     if self.model is None: return
     for i in list(self.groups): self.abort(i)
     cuda = torch.device(self.model.device).type == 'cuda'
-    self.model:Any = None
-    self.runner:Any = None
-    self.tokenizer = self.door.tokenizer = None
+    self.model = self.runner = self.tokenizer = self.door.tokenizer = None
     gc.collect()
     if cuda: torch.cuda.empty_cache()

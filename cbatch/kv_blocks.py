@@ -9,6 +9,7 @@ __all__ = ['BlockAllocator', 'BlockManager', 'Found', 'slot_mapping']
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from fastcore.basics import patch
 from .core import Plan, Reason, Request
 from .params import cdiv, OutOfBlocks
@@ -22,7 +23,7 @@ class BlockAllocator:
     ):
         if num_blocks < 1 or block_size < 1: raise ValueError(f"{num_blocks=}, {block_size=}: both must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.free_ids = deque(range(1, num_blocks + 1))
+        self.free_ids:Any = deque(range(1, num_blocks + 1))   # in the order in which they will be taken
         self.refs = [0] * (num_blocks + 1)
 
     @property
@@ -140,6 +141,8 @@ def claim(self:BlockManager, request:Request, found:Found, plan:Plan): pass     
 @patch
 def commit(self:BlockManager, request:Request): pass   # its newest tokens have their KV now
 
+@patch
+def withdraw(self:BlockManager, request:Request): "`request` computes no more for now: nobody shall wait for it"
 @patch
 def forget(self:BlockManager, request:Request): pass   # what its blocks hold is not to be trusted
 

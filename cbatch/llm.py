@@ -31,10 +31,10 @@ class LLM(Engine):
         runner:Any=None,    # what runs the plans of the engine; None: a `ModelRunner` on the model
         **config:Any,       # any field of `EngineConfig`
     ):
-        self.model = None                # closed, until all is made
         cfg = EngineConfig(**config)
         get_policy(cfg.policy)           # a wrong name is found before a model is loaded
-        dtype, device = cfg.dtype, cfg.device
+        dtype:Any = cfg.dtype
+        device = cfg.device
         if isinstance(model, PreTrainedModel):
             model = CausalLM(model, None, model.config.name_or_path or type(model).__name__)
         if isinstance(model, CausalLM):      # as it is, unless told otherwise

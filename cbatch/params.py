@@ -50,12 +50,12 @@ def check_number(
     what:str,           # says what it must be
 ):
     "Refuse anything but a finite number in `lo..hi`"
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not (math.isfinite(x) and lo <= x <= hi):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not (math.isfinite(x) and lo <= float(x) <= hi):
         raise ParamError(name, f"{name}={x!r}: must be {what}")
 
 def check_whole(name:str, x:Any, lo:int, what:str, hi:int=ANY):
     "Refuse anything but an integer in `lo..hi`"
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not lo <= x <= hi:
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not lo <= int(x) <= hi:
         raise ParamError(name, f"{name}={x!r}: must be {what}")
 
 # %% ../nbs/00_params.ipynb #5b059a91
@@ -149,7 +149,7 @@ def _bias(given:Any)->dict[int, float]:
     bias = dict(_entries('logit_bias', (given or {}).items()))
     for i, b in bias.items():
         check_whole('logit_bias', i, 0, 'token ids to numbers')
-        if isinstance(b, bool) or not isinstance(b, numbers.Real) or not (math.isfinite(b) and -100 <= b <= 100):
+        if isinstance(b, bool) or not isinstance(b, numbers.Real) or not (math.isfinite(b) and -100 <= float(b) <= 100):
             raise ParamError('logit_bias', f"logit_bias[{i}]={b!r}: must be a number from -100 to 100")
     return bias
 
@@ -164,7 +164,7 @@ def check_ids(
     for name in ('prompt', 'stop_token_ids', 'logit_bias', 'allowed_token_ids'):
         ids:Iterable[Any] = prompt_ids if name == 'prompt' else getattr(params, name) or ()
         for i in ids:
-            if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < vocab_size:
+            if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= int(i) < vocab_size:
                 raise ParamError(name, f"{name}: token id {i!r} is not in the vocabulary of {vocab_size}")
     k, n = params.prompt_logprobs, len(prompt_ids)
     if k is not None and n * (1 + k) > MAX_SCORES:

@@ -32,7 +32,7 @@ class CachingAllocator(BlockAllocator):
     "A `BlockAllocator` whose free blocks keep their names until they are taken"
     def __init__(self, num_blocks:int, block_size:int):
         super().__init__(num_blocks, block_size)
-        self.free_ids = OrderedDict.fromkeys(self.free_ids)   # in the order in which they will be taken
+        self.free_ids = OrderedDict.fromkeys(self.free_ids)   # any of them can leave the line
         self.by_name:dict[bytes, int] = {}
         self.name_of:dict[int, bytes] = {}
 
@@ -80,6 +80,7 @@ def check(self:CachingAllocator, tables:list[list[int]]):
 # %% ../nbs/20_prefix_caching.ipynb #af1a72af
 class PrefixBlocks(BlockManager):
     "Block tables over a pool that remembers: equal beginnings share their blocks"
+    pool:CachingAllocator
     def __init__(self, num_blocks:int, block_size:int,
         caching:bool=True, # find and leave blocks by name; forks share in any case
     ):
@@ -157,10 +158,15 @@ def commit(self:PrefixBlocks, request:Request):
     request.num_committed_blocks = full
 
 @patch
-def release(self:PrefixBlocks, request:Request):
-    "Take back all blocks of `request`; what it was computing, it computes no more"
+def withdraw(self:PrefixBlocks, request:Request):
+    "What `request` was computing, it computes no more: nobody shall wait for it"
     for name in request.block_hashes[request.num_committed_blocks:]:
         if self.pending.get(name) is request: del self.pending[name]
+
+@patch
+def release(self:PrefixBlocks, request:Request):
+    "Take back all blocks of `request`"
+    self.withdraw(request)
     BlockManager.release(self, request)
 
 # %% ../nbs/20_prefix_caching.ipynb #e4bd78a8

@@ -35,6 +35,11 @@ class Answer:
         at, scores = out.prompt_logprobs.get(name, (0, []))
         self.prompt_logprobs += scores[len(self.prompt_logprobs) - at:]     # some come again after a preemption
 
+    def cut(self, n:int):
+        "Forget all tokens after the first `n`: they came in one step with the token that ended the text"
+        del self.request.output_ids[n:], self.request.token_times[n:], self.logprobs[n:]
+        self.score = sum((next(iter(x.values())).logprob for x in self.logprobs), 0.)
+
 # %% ../nbs/27_reports.ipynb #7f122c0c
 class Draft:
     "What there was to say about a request after a step; `output` writes it out"

@@ -176,6 +176,7 @@ def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     if grown: plan.blocks[r.request_id] = grown
     r.status = Status.PAUSED
     self.paused[r] = None
+    self.blocks.withdraw(r)
     plan.paused.append(r)
     self.waiting.push(r)
     self.note(plan, r, Kind.PAUSED, why)
@@ -204,7 +205,8 @@ def undo(self:Roster,
         r.status, r.num_preemptions = Status.PREEMPTED, r.num_preemptions + 1
         self.waiting.push(r)
     names = {r.request_id for r in void}
-    blocks, found = ({i: x for i, x in d.items() if i not in names} for d in (plan.blocks, plan.found))
+    blocks = {i: x for i, x in plan.blocks.items() if i not in names}
+    found = {i: x for i, x in plan.found.items() if i not in names}
     admitted = [r for r in plan.admitted if r not in void]
     scheduled = [s for s in plan.scheduled if s.request not in void]
     return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found)

@@ -89,7 +89,7 @@ class Executor:
         self.backend = get_backend(config.backend, shape)
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
         self.lean = _lean(model, self.backend, config) if cpu else None
-        self.call = None if self.lean else with_attention(model.hf_model, 'cbatch')
+        self.call:Any = None if self.lean else with_attention(model.hf_model, 'cbatch')
         if config.compile: self.call = torch.compile(self.call, dynamic=True)
         make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps
         self.graphs = make(config.max_num_seqs, max_blocks or num_blocks) if make and config.cuda_graphs else None
@@ -119,7 +119,7 @@ def submit(self:Executor, batch:Batch)->Pending:
     return done
 
 @patch
-def there(self:Executor)->AbstractContextManager:
+def there(self:Executor)->AbstractContextManager[Any]:
     "Kernels are launched on the current GPU, so let it be ours"
     return torch.cuda.device(self.model.device) if torch.device(self.model.device).type == 'cuda' else nullcontext()
 

@@ -8,7 +8,7 @@ __all__ = ['Turns', 'STUCK', 'Policy', 'Scheduler']
 # %% ../nbs/18_scheduler.ipynb #33ae53c9
 from collections.abc import Generator
 from fastcore.basics import patch
-from typing import Any
+from typing import Any, Literal
 from .core import (Asked, Decision, Failure, Kind, Padding, Plan, Reason, Request, Scheduled, Status, StepOutput,
                          Why)
 from .kv_blocks import BlockManager, Found
@@ -57,7 +57,8 @@ class Scheduler(Roster):
         super().__init__(config, blocks, self.policy.key, preemptor or Recompute())
         self.num_steps, self.num_plans = 0, 0
         self.num_idle, self.num_refused, self.promised = 0, 0, 0     # of the plan that is being made
-        self.closed:Reason|None|bool = False                         # its answer to `close`; False: not asked yet
+        # its answer to `close`; False: not asked yet
+        self.closed:Reason|None|Literal[False] = False
         self.next_wakeup:float|None = None         # s, when time alone changes an answer
         self.watermark = int(config.watermark * blocks.num_blocks)
 
@@ -70,6 +71,34 @@ class Scheduler(Roster):
     def line_of_waiting(self)->Turns:
         "Those in the queue, in order, until one can't join"
         while (r := self.waiting.peek()) and not (yield r): pass
+
+# %% ../nbs/18_scheduler.ipynb #b7286f53
+@patch
+def _begin(self:Scheduler, now:float)->Plan:
+    "An empty plan, after those had to go whose time is over, or who were told to"
+    plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
+    self.num_plans, self.num_idle, self.num_refused, self.promised, self.closed = self.num_plans + 1, 0, 0, 0, False
+    self.expire(plan)
+    for r in self.preemptor.forced(self, self.num_steps): self.preempt(r, plan, Why.FORCED)
+    return plan
+
+@patch
+def _conclude(self:Scheduler, plan:Plan)->Plan:
+    "The plan, when everybody has had a turn"
+    if self.num_refused and len(self.waiting) > self.num_refused:
+        self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
+    plan.padding, plan.num_waiting = self.policy.padding(self, plan), len(self.waiting)
+    times = self.policy.wakeup(self, plan.now), self.deadlines[0][0] if self.deadlines else None
+    self.next_wakeup = min((t for t in times if t is not None), default=None)
+    return plan
+
+@patch
+def _skip(self:Scheduler, r:Request, plan:Plan)->Reason:
+    "No tokens are left for `r` in this step"
+    self.num_idle += 1
+    self.note(plan, r, Kind.WAITS, Why.BUDGET)
+    self.promised += self.blocks.blocks_short(r, r.num_tokens)
+    return _BUDGET
 
 # %% ../nbs/18_scheduler.ipynb #9bfc439c
 @patch
@@ -103,38 +132,11 @@ def _given(self:Scheduler, r:Request, start:int, stop:int, total:int, plan:Plan,
     "Tokens `start:stop` of `r` are in the step: write it down, and keep blocks for the rest"
     if stop < total: self.promised += self.blocks.blocks_short(r, total)     # it has the first claim on free blocks
     if not self.explain: return
+    what:tuple[Any, ...]
     if stop < total: what = r.request_id, kind, _CHUNK, stop, total
     elif stop - start == 1 and r.output_ids: what = r.request_id, kind, _DECODE, None, None
     else: what = r.request_id, kind, _PREFILL, stop - start, None
     plan.decisions.append(_new(Decision, what))
-
-# %% ../nbs/18_scheduler.ipynb #b7286f53
-@patch
-def _begin(self:Scheduler, now:float)->Plan:
-    "An empty plan, after those had to go whose time is over, or who were told to"
-    plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
-    self.num_plans, self.num_idle, self.num_refused, self.promised, self.closed = self.num_plans + 1, 0, 0, 0, False
-    self.expire(plan)
-    for r in self.preemptor.forced(self, self.num_steps): self.preempt(r, plan, Why.FORCED)
-    return plan
-
-@patch
-def _conclude(self:Scheduler, plan:Plan)->Plan:
-    "The plan, when everybody has had a turn"
-    if self.num_refused and len(self.waiting) > self.num_refused:
-        self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
-    plan.padding, plan.num_waiting = self.policy.padding(self, plan), len(self.waiting)
-    times = self.policy.wakeup(self, plan.now), self.deadlines[0][0] if self.deadlines else None
-    self.next_wakeup = min((t for t in times if t is not None), default=None)
-    return plan
-
-@patch
-def _skip(self:Scheduler, r:Request, plan:Plan)->Reason:
-    "No tokens are left for `r` in this step"
-    self.num_idle += 1
-    self.note(plan, r, Kind.WAITS, Why.BUDGET)
-    self.promised += self.blocks.blocks_short(r, r.num_tokens)
-    return _BUDGET
 
 # %% ../nbs/18_scheduler.ipynb #7073e2c6
 @patch
@@ -152,12 +154,15 @@ def _make_room(self:Scheduler, r:Request, num_tokens:int, plan:Plan)->bool:
 def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
     "The turn of a request in the queue: it joins the batch, or is told why not"
     if r.status is Status.FINISHED: return _ENDED
-    found, n, why = Found(), 0, self._shut(plan)
-    if not why:
-        if r.status is not Status.PAUSED: found = self.blocks.find(r)
+    why = self._shut(plan)
+    while not why:
+        found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
         n = self.policy.chunk(self, r, r.num_left - found.num_tokens, plan.left)
-        why = self._why_not(r, n, found, plan)
-    if not why: return self._join(r, n, found, plan)
+        if not (why := self._why_not(r, n, found, plan)): return self._join(r, n, found, plan)
+        if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
+        if not (idler := self.idler(r)): break
+        self.preempt(idler, plan, self.preemptor.why)
+        why = None                                    # look again: it may have held what was found
     self.num_refused += 1
     if r not in plan.preempted: self.note(plan, r, Kind.WAITS, *why)
     return why
@@ -180,7 +185,6 @@ def _why_not(self:Scheduler, r:Request, n:int, found:Found, plan:Plan)->Reason|N
     else: unasked = 0
     need = self.blocks.blocks_short(r, max(self._reserve(r), r.num_tokens)) - len(found.blocks) + found.num_free
     need += self.promised + unasked + (self.watermark if self.running else 0)
-    while need > self.blocks.num_free_blocks and (idler := self.idler(r)): self.preempt(idler, plan, self.preemptor.why)
     return Reason(Why.BLOCKS, need - self.blocks.num_free_blocks) if need > self.blocks.num_free_blocks else None
 
 @patch

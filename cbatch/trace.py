@@ -114,7 +114,8 @@ def failed(self:Trace, plan:Plan):
     rec = record(plan, StepOutput(), plan.now, plan.now)
     rec.scheduled = []
     rec.decisions.append(Decision(None, Kind.FAILED))
-    self._keep(rec, [], 0).num_free_blocks = self.live.num_free_blocks
+    ended = [(r.request_id, r.finish_reason or '') for r in plan.expired]
+    self._keep(rec, ended, 0).num_free_blocks = self.live.num_free_blocks
 
 @patch
 def _keep(self:Trace, rec:StepRecord, finished:list[tuple[str, str]], num_free_blocks:int)->StepRecord:

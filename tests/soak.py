@@ -6,6 +6,7 @@ memory has grown by less than GROWTH_MB since the first quarter."""
 import argparse, gc, json, os, random, socket, threading, time
 from collections import Counter
 from pathlib import Path
+from cbatch.core import Code, Failure
 from cbatch.handover import Box
 from cbatch.model import tiny_lm
 from cbatch.front import Events
@@ -109,7 +110,7 @@ def poison(llm):
         out = run(plan)
         for r in [s.request for s in plan.scheduled]:
             if r.prompt_ids[0] == 13 and len(r.output_ids) == 2 and r.request_id in out.sampled:
-                del out.sampled[r.request_id]; out.errors[r.request_id] = 'the model gave NaN or infinite logits'
+                del out.sampled[r.request_id]; out.errors[r.request_id] = Failure(Code.NAN_LOGITS, 'NaN')
         return out
     llm.execute = execute
 

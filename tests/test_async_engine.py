@@ -14,6 +14,7 @@ from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
 from cbatch.worker import Limits, Observer, Worker
+from ask import poison
 from harness import check_answer, draw_params, llama, prompts, quiet
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
@@ -418,13 +419,8 @@ def test_a_box():
 
 def test_a_row_that_fails_fails_alone(engine, tiny):
     "Rows 24 and 25"
-    llm = engine(); real = llm.runner.executor.forward
-    def forward(batch):
-        logits = real(batch)
-        for i, r in enumerate(batch.sampling):
-            if r.user == 'nan' and len(r.output_ids) == 3: logits[i] = float('nan')
-        return logits
-    llm.runner.executor.forward = forward
+    llm = engine()
+    poison(llm, lambda r: r.user == 'nan' and len(r.output_ids) == 3)
     push = Detokenizer.push
     async def main():
         async with serving(llm) as a:

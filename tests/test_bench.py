@@ -265,5 +265,5 @@ def test_a_decode_step_looks_at_memory_at_block_ends_only(monkeypatch):
     for i in range(32): s.add(Request(f'r{i}', [1] * 3, SamplingParams(), 50, seq=i))
     s.add(Request('big', [1] * 400, SamplingParams(), 50, seq=99))
     for step in range(10):
-        asked.clear(); plan = s.schedule(); s.update(plan, StepOutput({x.request.request_id: 1 for x in plan.scheduled}))
+        asked.clear(); plan = s.schedule(); s.update(plan, StepOutput({x.request.request_id: [1] for x in plan.scheduled}))
         if step: assert len(plan.scheduled) == 32 and len(s.waiting) == 1 and len(asked) == 1 + 2 * 32 * (step == 6), step      # tokens 9 of all 32; the head asks once

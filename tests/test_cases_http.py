@@ -25,9 +25,9 @@ def says(w, monkeypatch):
             out = run(plan)
             for i in out.sampled:
                 r = w.llm.requests[i][0]
-                if (ids := told.get(tuple(r.prompt_ids))) is not None: out.sampled[i] = ids[len(r.output_ids)] if len(r.output_ids) < len(ids) else 256
+                if (ids := told.get(tuple(r.prompt_ids))) is not None: out.sampled[i] = [ids[len(r.output_ids)] if len(r.output_ids) < len(ids) else 256]
             return out
-        monkeypatch.setattr(w.llm.runner, 'execute', execute)
+        monkeypatch.setattr(w.llm, 'execute', execute)
     return make
 
 def both(w, prompt, **kw):

@@ -3,11 +3,12 @@ import importlib.util, io, json, os, random, re, signal, subprocess, sys, time
 import pytest
 from cbatch import people
 from cbatch.cli import main, parse
+from cbatch.core import Decision, Kind
 from cbatch.llm import LLM
 from cbatch.model import tiny_lm
 from cbatch.people import Person, crowd, let_in
 from cbatch.policies import Dynamic
-from cbatch.runner import ModelRunner
+from cbatch.engine import Engine
 from cbatch.screen import Live, Screen, fit_columns
 from cbatch.token_loop import Agreement
 from test_trace import Crowd, act
@@ -100,22 +101,22 @@ def test_a_difference_is_a_tie_or_an_error(demo, capsys, monkeypatch, found, cod
     assert said in capsys.readouterr().out
 
 def test_a_failed_step_is_told(demo, capsys, monkeypatch):
-    execute, fine = ModelRunner.execute, [4]
+    execute, fine = Engine.execute, [4]
     def failing(self, plan):
         fine[0] -= bool(plan.scheduled)     # steps of padding alone have nobody to tell
         if plan.scheduled and fine[0] == 0: raise RuntimeError('the machine is on fire')
         return execute(self, plan)
-    monkeypatch.setattr(ModelRunner, 'execute', failing)
+    monkeypatch.setattr(Engine, 'execute', failing)
     assert demo() == 1
     out = capsys.readouterr().out
     assert 'FAILED under static' in out and 'on fire' in out
 
 def test_ctrl_c_gives_the_terminal_back(demo, capsys, monkeypatch):
-    execute, n, term = ModelRunner.execute, iter(range(10**6)), Terminal()
+    execute, n, term = Engine.execute, iter(range(10**6)), Terminal()
     def pressed(self, plan):
         if next(n) == 9: raise KeyboardInterrupt
         return execute(self, plan)
-    monkeypatch.setattr(ModelRunner, 'execute', pressed)
+    monkeypatch.setattr(Engine, 'execute', pressed)
     monkeypatch.setenv('TERM', 'xterm'); monkeypatch.delenv('NO_COLOR', raising=False)
     monkeypatch.setattr(sys, 'stdout', term)
     assert demo() == 130
@@ -197,7 +198,7 @@ EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x
 def test_a_trace_from_somebody_cannot_steer_the_terminal(tmp_path, monkeypatch):
     trace = crowd_trace(seed=2, steps=30)
     ids = [r for rec in trace for r, *_ in rec.arrived]
-    for rec in trace.records: rec.decisions = [(r, what + EVIL[0]) for r, what in rec.decisions]
+    for rec in trace.records: rec.decisions = [Decision(d.request_id, Kind.NOTE, str(d) + EVIL[0]) for d in rec.decisions]
     trace.facts['policy'] = 'static' + EVIL[0]
     trace.to_jsonl(tmp_path / 't.jsonl', {r: EVIL[i % len(EVIL)] for i, r in enumerate(ids)})
     for term, live in ((Terminal(), True), (io.StringIO(), False)):

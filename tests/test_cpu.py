@@ -11,8 +11,8 @@ from cbatch.model import tiny_lm
 from cbatch.native import Native
 from cbatch.backends import best_backend
 from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, paged_attention_ref
-from cbatch.ragged_batch import pack
-from cbatch.runner import ModelRunner
+from cbatch.ragged_batch import pack, wanted
+from cbatch.runner import Executor
 from cbatch.token_loop import generate_ref
 from harness import quiet
 
@@ -53,13 +53,15 @@ PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70
 
 def step(lm, prompts, backend='auto', products='auto'):
     "Logits of the last token of each prompt, all in one step"
-    runner = ModelRunner(lm, EngineConfig(backend=backend, products=products), 40)
+    executor = Executor(lm, EngineConfig(backend=backend, products=products), 40)
     rs, free = [], iter(range(1, 40))
     for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
-    batch = pack(Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs]), 16); runner.executor.backend.prepare(batch.meta)
-    with torch.no_grad(): out = runner.executor.forward(batch)
-    assert (runner.executor.lean is None) == (backend == 'torch')
-    return dict(zip((int(r.request_id) for r in batch.sampling), out))
+    plan = Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs])
+    batch = pack(plan, 16)
+    executor.backend.prepare(batch.meta)
+    with torch.no_grad(): out = executor.forward(batch)
+    assert (executor.lean is None) == (backend == 'torch')
+    return {int(w.request.request_id): x for w, x in zip(wanted(plan), out)}
 
 def shaken(lm):
     "The same model, with norms and biases that are not all alike: those of a new model are ones and zeros, and nobody would see them ignored"
@@ -146,14 +148,14 @@ def test_lean_logits_of_other_configurations(arch, config, products):
 
 @needs_compiler
 def test_padding_leaves_the_others_and_the_cache_alone():
-    lm = tiny_lm('llama'); runner = ModelRunner(lm, EngineConfig(), 4)
+    lm = tiny_lm('llama'); executor = Executor(lm, EngineConfig(), 4)
     r = Request('a', list(range(20)), sp(1), 9, block_table=[1, 2])
     def run(padding):
-        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); runner.executor.backend.prepare(batch.meta)
-        with torch.no_grad(): return runner.executor.forward(batch)
-    want = run([]); caches = [c.clone() for c in runner.executor.backend.k + runner.executor.backend.v]
-    assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and runner.executor.lean
-    assert all(torch.equal(a, b) for a, b in zip(caches, runner.executor.backend.k + runner.executor.backend.v))
+        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); executor.backend.prepare(batch.meta)
+        with torch.no_grad(): return executor.forward(batch)
+    want = run([]); caches = [c.clone() for c in executor.backend.k + executor.backend.v]
+    assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and executor.lean
+    assert all(torch.equal(a, b) for a, b in zip(caches, executor.backend.k + executor.backend.v))
 
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])

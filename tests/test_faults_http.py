@@ -3,7 +3,7 @@ import asyncio, re, socket, struct, sys, threading, time
 import openai, pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.async_engine import AsyncLLM
-from cbatch.core import Logprob
+from cbatch.core import Code, Failure, Logprob
 from cbatch.model import tiny_lm
 from cbatch.server import background, make_server
 from harness import quiet
@@ -338,7 +338,7 @@ def test_fault_24_nan_in_one_row(w, stream):
     def execute(plan):
         out = run(plan)
         for i in [s.request.request_id for s in plan.scheduled if 13 in s.request.prompt_ids and len(s.request.output_ids) == 2]:
-            if i in out.sampled: del out.sampled[i]; out.errors[i] = 'the model gave NaN or infinite logits'
+            if i in out.sampled: del out.sampled[i]; out.errors[i] = Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits')
         return out
     w.llm.execute = execute
     mate = []

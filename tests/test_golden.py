@@ -36,7 +36,8 @@ def draw_scheduler(rng, seed):
 
 def draw_person(rng):
     "When somebody comes, and what for; the last number says how the prompt begins"
-    step, prompt_len, max_tokens, n = rng.randint(0, 40), rng.randint(1, 40), rng.randint(1, 30), rng.choice([1, 1, 1, 2, 3])
+    step, prompt_len, max_tokens = rng.randint(0, 40), rng.randint(1, 40), rng.randint(1, 30)
+    n = rng.choice([1, 1, 1, 2, 3])
     deadline, salt = rng.choice([None] * 9 + [5, 25]), rng.choice([None, None, 'a'])
     return step, prompt_len, max_tokens, n, deadline, salt, rng.random() < .9, rng.randint(0, 3)
 

@@ -7,9 +7,9 @@ pytest.importorskip('prometheus_client')
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
-from cbatch.core import StepRecord
+from cbatch.core import Decision, Kind, StepRecord, Why
 from cbatch.prometheus import ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets, why_waiting
-from ask import sp
+from ask import poison, sp
 
 sp = partial(sp, max_tokens=6)
 
@@ -72,13 +72,8 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
     if trace: assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens'] and value('cbatch:iteration_tokens_total_count') == m['num_steps']
 
 def test_what_went_wrong_is_counted_once(engine):
-    llm = engine(max_num_seqs=1); real = llm.runner.executor.forward
-    def forward(batch):
-        logits = real(batch)
-        for i, r in enumerate(batch.sampling):
-            if r.user == 'nan': logits[i] = float('nan')
-        return logits
-    llm.runner.executor.forward = forward
+    llm = engine(max_num_seqs=1)
+    poison(llm, lambda r: r.user == 'nan')
     async def visit(a, e):
         for how in ('bad', 'late', 'left'):
             async with await a.add([1, 2], sp(max_tokens=100), user='nan' if how == 'bad' else None, timeout_s=0 if how == 'late' else None) as s:
@@ -105,11 +100,15 @@ def test_what_went_wrong_is_counted_once(engine):
     assert value('cbatch:e2e_request_latency_seconds_count') == value('cbatch:request_success_total', finished_reason='length')
 
 def test_why_the_queue_waits(engine):
-    said = lambda *ds, **kw: why_waiting(StepRecord(0, 0., 0., decisions=list(ds), **kw))
-    assert [said(('a', f'waits: {w}')) for w in ('batch full', 'budget', '1 block short', '3 blocks short', 'memory ran short', 'r0 computes the prompt', 'batch closed', 'window of 5 s')] == \
-        ['batch_full', 'budget', 'blocks', 'blocks', 'blocks', 'prefix', 'policy', 'policy']
-    assert [said(('a', f'waits: {w}')) for w in ('r3 computes 144 of its tokens', 'r3 computes 1 of its tokens')] == ['prefix'] * 2
-    assert said(('a', 'waits: budget'), ('b', 'waits: batch full'), (None, '2 more wait behind')) == 'batch_full' and said(('a', 'preempted: youngest'), preempted=['a']) == 'blocks' and said() == 'policy'
+    def said(*decisions, **kw): return why_waiting(StepRecord(0, 0., 0., decisions=list(decisions), **kw))
+    def waits(*reason): return Decision('a', Kind.WAITS, *reason)
+    reasons = [(Why.BATCH_FULL,), (Why.BUDGET,), (Why.BLOCKS, 1), (Why.BLOCKS, 3), (Why.MEMORY,), (Why.FORK, None, 'r0'),
+               (Why.CLOSED,), (Why.WINDOW, 5), (Why.PREFIX, 144, 'r3'), ('words of a policy of its own',)]
+    assert [said(waits(*r)) for r in reasons] == ['batch_full', 'budget', 'blocks', 'blocks', 'blocks', 'prefix',
+                                                  'policy', 'policy', 'prefix', 'policy']
+    behind, lost = Decision(None, Kind.BEHIND, n=2), Decision('a', Kind.PREEMPTED, 'youngest')
+    assert said(waits(Why.BUDGET), waits(Why.BATCH_FULL), behind) == 'batch_full'
+    assert said(lost, preempted=['a']) == 'blocks' and said() == 'policy'
     llm = engine(max_num_seqs=1); run, go, at = llm.execute, threading.Semaphore(0), []
     def execute(plan): at.append(plan); assert len(at) != 3 or go.acquire(timeout=20); return run(plan)
     llm.execute = execute

@@ -1,9 +1,8 @@
 """Every seam of the engine with a toy in its place: plans made by hand, executors, runners, masks, old files.
 
 What is put in is as small as a stranger would write it; what comes out is compared with the oracle."""
-import json, os, random
+import random
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 import numpy as np, pytest, torch
 from cbatch import LLM
 from cbatch.core import Plan, Scheduled, StepOutput
@@ -12,7 +11,7 @@ from cbatch.metrics import EngineCounters
 from cbatch.prefix_caching import block_hash, root
 from cbatch.runner import Executor, Pending, Sampler
 from cbatch.token_loop import generate_ref
-from cbatch.trace import Trace, record
+from cbatch.trace import record
 from ask import sp
 from harness import quiet
 from toy import Crowd
@@ -129,7 +128,8 @@ class Guesses:
 def test_an_engine_that_guesses(engine, tiny, backend, mode, seed):
     "Text, log probabilities, times, trace and counters of whole answers, in company and short of memory"
     llm = engine(backend=backend, preemption=mode, watermark=0., **SHORT[backend])
-    wishes = [sp(18, logprobs=2), sp(14, temperature=1., seed=5), sp(20, repetition_penalty=1.3, prompt_logprobs=0), sp()]
+    wishes = [sp(18, logprobs=2), sp(14, temperature=1., seed=5), sp(20, repetition_penalty=1.3, prompt_logprobs=0),
+              sp()]
     refs = {f'q{i}': generate_ref(tiny, p, w) for i, (p, w) in enumerate(zip(P, wishes))}
     g = Guesses(llm, {i: r.token_ids for i, r in refs.items()}, seed)
     for i, p, w in zip(refs, P, wishes): llm.add(p, w, request_id=i)
@@ -148,6 +148,22 @@ def test_an_engine_that_guesses(engine, tiny, backend, mode, seed):
     steps, tokens = llm.metrics['num_steps'], sum(len(r.token_ids) for r in refs.values())
     assert llm.metrics['num_sampled_tokens'] == tokens and g.num_right > 4 < g.num_wrong and steps < tokens
     quiet(llm)
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_stop_string_within_the_guesses(engine, tiny, seed):
+    "The answer ends with the token that completes it, however many more were guessed right"
+    whole = generate_ref(tiny, P[1], sp(20))
+    for stop in sorted({c for c in whole.text if c != '\ufffd'}):
+        for more in {}, dict(include_stop_str_in_output=True), dict(logprobs=1):
+            params = sp(20, stop=stop, **more)
+            ref, llm = generate_ref(tiny, P[1], params), engine()
+            Guesses(llm, {'g': whole.token_ids}, seed)
+            llm.add(P[1], params, request_id='g')
+            while llm.has_unfinished: last = llm.step()
+            c, m = last[0].outputs[0], last[0].metrics
+            assert (c.token_ids, c.text, c.finish_reason) == (ref.token_ids, ref.text, 'stop')
+            assert len(m.token_times) == len(ref.token_ids) == len(c.logprobs or ref.token_ids)
+            quiet(llm)
 
 def follows(llm):
     "The trace knows where everybody is"
@@ -178,10 +194,11 @@ def test_a_mask(engine, tiny, backend):
     assert ids(outs)[1] == solo(tiny, P[1], sp())
     assert ids(outs)[2] == solo(tiny, P[0], sp(temperature=1., seed=3, allowed_token_ids=even))
     assert [t % 7 for t in ids(outs)[3]] == [i % 7 for i in range(12)]
+    steps = llm.metrics['num_steps']
     Guesses(llm, {'g': ids(outs)[3]}, 1)
     llm.add(P[3], sp(), request_id='g')
     while llm.has_unfinished: last = llm.step()
-    assert ids(last) == ids(outs)[3:] and llm.trace[-1].step < llm.metrics['num_slot_steps']
+    assert ids(last) == ids(outs)[3:] and llm.metrics['num_steps'] - steps < 12
     quiet(llm)
 
 def test_a_mask_that_allows_nothing_ends_its_request_alone(engine, tiny):
@@ -215,7 +232,6 @@ class Threaded(Executor):
     def submit(self, batch): return Later(batch, self.pool.submit(super().submit, batch))
 
 def threaded(llm):
-    e = llm.runner.executor
     llm.runner.executor = Threaded(llm.model, llm.config, llm.num_blocks, None, llm.num_blocks)
     return llm
 
@@ -296,8 +312,9 @@ class Parrot:
     "Says the prompt backwards, over and over"
     num_blocks, spent, forward_s = 20, {}, {}
     def start(self, plan, moved=False): return Pending(None)
-    def finish(self, plan, pending): return StepOutput({s.request.request_id: [self.next(s)] for s in plan.scheduled if s.rows})
-    def next(self, s): return s.request.prompt_ids[::-1][len(s.request.output_ids) % len(s.request.prompt_ids)]
+    def finish(self, plan, pending):
+        return StepOutput({s.request.request_id: [self.next(s.request)] for s in plan.scheduled if s.rows})
+    def next(self, r): return r.prompt_ids[::-1][len(r.output_ids) % len(r.prompt_ids)]
 
 def test_a_runner_without_a_model(tiny, monkeypatch):
     "The engine does not notice: text, stops, streams, preemption and trace are as ever"
@@ -309,3 +326,26 @@ def test_a_runner_without_a_model(tiny, monkeypatch):
         assert ''.join(llm.stream('on and on', sp(40, stop='and on'))) == 'no dna no' * 4 + 'no d'
         assert llm.num_blocks == 20 and llm.metrics['num_preemptions'] > 0 and 'wow' not in llm.trace.why('r3')
         quiet(llm)
+
+# --- a step that is interrupted
+
+def test_a_deadline_in_a_step_that_is_interrupted(engine, tiny, monkeypatch):
+    "Whoever's time was over hears of it all the same, once; the others go on"
+    llm = engine()
+    llm.now = 0.
+    llm.clock = lambda: llm.now
+    late, fine = llm.add(P[0], sp(), deadline=2.5), llm.add(P[1], sp())
+    for llm.now in (0., 1., 2.): llm.step()
+    said = solo(tiny, P[0], sp())[:3]
+    real = llm.execute
+    def pressed(plan): raise KeyboardInterrupt
+    llm.now, llm.execute = 3., pressed
+    with pytest.raises(KeyboardInterrupt): llm.step()
+    llm.check()
+    follows(llm)
+    llm.execute, outs = real, []
+    while llm.has_unfinished: outs += [o for o in llm.step() if o.finished]
+    assert [(o.request_id, o.error is not None) for o in outs] == [(late, True), (fine, False)]
+    assert ids(outs) == [said, solo(tiny, P[1], sp())] and llm.metrics['finished'] == dict(error=1, length=1)
+    assert llm.trace.state().num_finished == 2
+    quiet(llm)

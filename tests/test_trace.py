@@ -1,7 +1,8 @@
 "The trace against the real scheduler: random arrivals, aborts, failed steps, tiny rings, hostile files"
 import json, random
+from pathlib import Path
 import pytest
-from cbatch.core import Request, StepOutput
+from cbatch.core import Kind, Request, StepOutput, Why
 from cbatch.params import EngineConfig, OutOfBlocks, SamplingParams
 from cbatch.kv_blocks import BlockManager
 from cbatch.policies import get_policy
@@ -146,3 +147,37 @@ def test_bad_files_name_the_line(saved):
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')
     with pytest.raises(ValueError): Trace.load(path)
+
+def test_a_file_of_the_first_version():
+    "trace_v1.jsonl was written when decisions were English: what it says is understood, and said again as it was"
+    path = Path(__file__).parent/'trace_v1.jsonl'
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    trace = Trace.load(path)
+    assert header['cbatch_trace'] == 1 and trace.prompts == {'a': 'an old friend'}
+    for rec, line in zip(trace, lines, strict=True):
+        assert [[d.request_id, str(d)] for d in rec.decisions] == line['decisions']
+        plain = json.loads(json.dumps({k: getattr(rec, k) for k in line}))
+        assert plain | dict(decisions=line['decisions']) == line
+        assert trace.state(rec.step).num_free_blocks == rec.num_free_blocks
+    assert repr(trace) == ('Trace of vllm, 3 slots: steps 0 to 29, 0.330 s; 0 running, 0 waiting, 15 finished; '
+                           '3 preemptions; 9 of 9 blocks free')
+    assert trace.why('e') == [
+        'step 3: arrived at 0.030 s', 'steps 3-11: waits: behind the head of the queue', 'step 12: admitted, prefill 3',
+        'step 13: preempted: youngest', 'step 14: waits: behind the head of the queue',
+        'step 15: resumed, prefill 4', 'step 15: finished: length']
+
+def test_reasons_of_the_first_version_are_values(tmp_path):
+    trace = Trace.load(Path(__file__).parent/'trace_v1.jsonl')
+    said = {(d.kind, d.why, d.n, d.of) for rec in trace for d in rec.decisions}
+    assert said >= {
+        (Kind.ADMITTED, Why.CHUNK, 12, 14), (Kind.RESUMED, Why.PREFILL, 4, None), (Kind.RUNS, Why.DECODE, None, None),
+        (Kind.ADMITTED, Why.BUDGET, None, None), (Kind.WAITS, Why.BLOCKS, 2, None), (Kind.WAITS, Why.FORK, None, 'a'),
+        (Kind.WAITS, Why.PREFIX, 16, 'b'), (Kind.WAITS, Why.BATCH_FULL, None, None),
+        (Kind.WAITS, Why.CLOSED, None, None), (Kind.WAITS, Why.WINDOW, .03, None),
+        (Kind.WAITS, Why.MEMORY, None, None), (Kind.PREEMPTED, Why.FORCED, None, None),
+        (Kind.PREEMPTED, 'youngest', None, None), (Kind.BEHIND, Why.NOTHING, 3, None),
+        (Kind.FAILED, Why.NOTHING, None, None)}
+    assert not any(kind is Kind.NOTE for kind, *_ in said)
+    trace.to_jsonl(tmp_path/'again.jsonl', trace.prompts)
+    again = Trace.load(tmp_path/'again.jsonl')
+    assert again.records == trace.records and again.prompts == trace.prompts

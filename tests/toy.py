@@ -34,6 +34,9 @@ class Memory:
 
     def move(self, plan):
         assert not (plan.swap_out and plan.swap_in), 'a host block could be overwritten before it is read'
+        self.copy(plan)
+
+    def copy(self, plan):
         rows = lambda b: range(b * self.bs, (b + 1) * self.bs)
         for pairs, src, dst in ((plan.swap_out, self.device, self.host), (plan.swap_in, self.host, self.device),
                                 (plan.copies, self.device, self.device)):
