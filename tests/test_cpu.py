@@ -56,7 +56,7 @@ def step(lm, prompts, backend='auto', products='auto'):
     executor = Executor(lm, EngineConfig(backend=backend, products=products), 40)
     rs, free = [], iter(range(1, 40))
     for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
-    plan = Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs])
+    plan = Plan(0, 0., scheduled=[Scheduled(r, 0, len(r.prompt_ids), rows=1) for r in rs])
     batch = pack(plan, 16)
     executor.backend.prepare(batch.meta)
     with torch.no_grad(): out = executor.forward(batch)
@@ -151,7 +151,7 @@ def test_padding_leaves_the_others_and_the_cache_alone():
     lm = tiny_lm('llama'); executor = Executor(lm, EngineConfig(), 4)
     r = Request('a', list(range(20)), sp(1), 9, block_table=[1, 2])
     def run(padding):
-        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); executor.backend.prepare(batch.meta)
+        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 0, 20, rows=1)], padding=padding), 16); executor.backend.prepare(batch.meta)
         with torch.no_grad(): return executor.forward(batch)
     want = run([]); caches = [c.clone() for c in executor.backend.k + executor.backend.v]
     assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and executor.lean
@@ -210,7 +210,7 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
                        (bare, 'rotary_emb missing'), (activation, 'layer 1: the activation is GELU'), (norm, 'layer 0.input_layernorm is a RMSNorm'), (mixed, 'is torch.bfloat16, the model torch.float32')):
         lm = tiny_lm('llama'); assert lean.misfit(lm) is None
         spoil(lm); assert why in lean.misfit(lm), (spoil, lean.misfit(lm))
-    with pytest.raises(ValueError, match="products='mkl': must be auto, panels or onednn"): EngineConfig(products='mkl')
+    with pytest.raises(ValueError, match="products='mkl': must be auto or panels or onednn"): EngineConfig(products='mkl')
     with pytest.raises(ValueError, match="products='mkl': must be one of auto, panels, onednn"): lean.takes_onednn('mkl', torch.float32)
 
 class Largest(TorchDispatchMode):
