@@ -97,31 +97,32 @@ def usage(self:Head, outs:list[RequestOutput])->dict[str, Any]:
 def scores(self:Head, out:RequestOutput, answer:CompletionOutput, start:int=0, offset:int=0,
            echo:bool=False)->dict[str, Any]|None:
     "Log probabilities of an answer's tokens from `start` on, and of the prompt's before it"
-    a, ids, ds = self.ask, [], []
+    a = self.ask
     if a.top is None: return None
-    if not a.score_only: ids, ds = answer.token_ids[start:], (answer.logprobs or [])[start:]
+    ids, ds = ([], []) if a.score_only else (answer.token_ids[start:], (answer.logprobs or [])[start:])
     if a.api == 'H': return chat_logprobs(ids, ds, a.top, self.spell)
-    if echo:
-        ids = [*out.prompt_token_ids, *ids]
-        ds = [*(out.prompt_logprobs or [None] * len(out.prompt_token_ids)), *ds]
-    return text_logprobs(ids, ds, a.top, self.spell, offset)
+    before = out.prompt_token_ids if echo else []
+    known = echo and out.prompt_logprobs or [None] * len(before)
+    return text_logprobs([*before, *ids], [*known, *ds], a.top, self.spell, offset)
 
 # %% ../nbs/38_answers.ipynb #bdd3cb81
 @patch
-def prompt_scores(self:Head, out:RequestOutput)->list[dict|None]:
+def prompt_scores(self:Head, out:RequestOutput)->list[dict[str, Any]|None]:
     "prompt_logprobs in vLLM's form"
     def one(i:int, lp:Logprob)->dict[str, Any]:
         return dict(logprob=_finite(lp.logprob), rank=lp.rank, decoded_token=shown(self.spell(i)))
-    return [d and {str(i): one(i, lp) for i, lp in d.items()} for d in out.prompt_logprobs or []]
+    def entry(d:dict[int, Logprob])->dict[str, Any]: return {str(i): one(i, lp) for i, lp in d.items()}
+    return [None if d is None else entry(d) for d in out.prompt_logprobs or []]
 
 @patch
 def choice(self:Head, index:int, out:RequestOutput, answer:CompletionOutput, prompt:str)->dict[str, Any]:
     "One of a whole answer's choices; `prompt` is the text to echo"
     a = self.ask
     text = (prompt if a.echo else '') + ('' if a.score_only else answer.text)
-    d = dict(text=text) if a.api == 'C' else dict(message=dict(role='assistant', content=text, refusal=None))
+    said:dict[str, Any] = dict(text=text)
+    if a.api == 'H': said = dict(message=dict(role='assistant', content=text, refusal=None))
     reason = 'length' if a.score_only else answer.finish_reason
-    d = dict(index=index, **d, logprobs=self.scores(out, answer, echo=a.echo), finish_reason=reason)
+    d = dict(index=index, **said, logprobs=self.scores(out, answer, echo=a.echo), finish_reason=reason)
     return d | dict(prompt_logprobs=self.prompt_scores(out)) if a.show_prompt and a.api == 'C' else d
 
 @patch
@@ -132,7 +133,8 @@ def whole(self:Head,
     "The answer to a request that does not stream"
     a, n = self.ask, self.ask.params.n
     choices = [self.choice(i * n + c.index, o, c, prompts[i]) for i, o in enumerate(outs) for c in o.outputs]
-    more = dict(prompt_logprobs=self.prompt_scores(outs[0])) if a.show_prompt and a.api == 'H' else {}
+    more:dict[str, Any] = {}
+    if a.show_prompt and a.api == 'H': more = dict(prompt_logprobs=self.prompt_scores(outs[0]))
     return self.body(choices, usage=self.usage(outs), **more)
 
 # %% ../nbs/38_answers.ipynb #4f3a1837
@@ -152,7 +154,8 @@ class Chunks:
         self.last:dict[int, RequestOutput] = {}      # prompt -> its newest report
         self.null:dict[str, Any] = dict(usage=None) if head.ask.include_usage else {}
 
-    def piece(self, index:int, text:str|None, reason:str|None=None, logprobs:dict|None=None, **delta)->dict[str, Any]:
+    def piece(self, index:int, text:str|None, reason:str|None=None, logprobs:dict[str, Any]|None=None,
+              **delta:str)->dict[str, Any]:
         "A chunk about one choice"
         if self.ask.api == 'C': core:dict[str, Any] = dict(text=text or '')
         else: core = dict(delta=delta if text is None else delta | dict(content=text))

@@ -319,7 +319,7 @@ async def call(self:AsyncLLM,
 # %% ../nbs/35_async_engine.ipynb #c3629e95
 @patch
 async def encode(self:AsyncLLM,
-    prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
+    prompt:Any,                                # text, token ids, or messages
     tools:list[dict[str, Any]]|None=None,      # JSON schemas of functions, for messages
 )->list[int]:                                  # token ids
     "Tokens of a prompt, without holding up the event loop or a step; `ValueError` if it has none, `Overloaded`"
@@ -327,6 +327,7 @@ async def encode(self:AsyncLLM,
     def work()->list[int]:
         if not tools: return llm.encode(prompt)
         if isinstance(prompt, str): raise ParamError('tools', "tools: they need messages, not a text")
+        if llm.tokenizer is None: raise ParamError('prompt', "the model came without a tokenizer: give token ids")
         return encode_chat(llm.tokenizer, prompt, tools)
     return await self._charged(1, work)
 

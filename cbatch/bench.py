@@ -9,7 +9,7 @@ __all__ = ['bench_throughput', 'bench_serve', 'time_scheduler', 'bench_scheduler
 import gc, math, os, time
 from collections.abc import Iterable
 from typing import Any
-from .contest import ContestSpec, is_peer, num_sampled, run_contest
+from .contest import ContestSpec, is_peer, num_sampled, run_contest, steps_from
 from .core import Plan, Request, StepOutput
 from .params import EngineConfig, SamplingParams
 from .driving import Outcome, drive
@@ -70,7 +70,7 @@ def _drive_here(
         drive(llm, smaller(work.at([0.] * len(work)), 4), seed, 'warm')
         before = llm.scheduler.num_steps
         sent, took = drive(llm, work, seed)
-        recs = [r for r in llm.trace.records if r.step >= before]
+        recs = steps_from(llm.trace, before)
     used = num_sampled(recs) / (max(1, len(recs)) * slots)
     return sent, took, dict(num_steps=len(recs), slot_utilisation=used)
 

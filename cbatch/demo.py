@@ -43,12 +43,14 @@ def run_crowd(
     from cbatch.llm import LLM
     name = batching_name(policy)
     with LLM(model, policy=policy, **config) as llm:
+        trace = llm.trace
+        if trace is None: raise ValueError("trace=False: the screen shows what the trace has; leave it on")
         opened = llm.clock()
         llm.clock = lambda: time.monotonic() - opened
-        screen = Screen(llm.trace, f'{name} batching', {p.name: p.question for p in people})
+        screen = Screen(trace, f'{name} batching', {p.name: p.question for p in people})
         with Live(screen, live) as view: outs = let_in(llm, people, view)
         wall_s = max(o.metrics.finished_at or 0. for o in outs.values() if o.metrics)
-        return CrowdRun(name, outs, summarize(list(outs.values()), wall_s, llm.counters), llm.trace)
+        return CrowdRun(name, outs, summarize(list(outs.values()), wall_s, llm.counters), trace)
 
 # %% ../nbs/52_demo.ipynb #40821019
 def took_s(run:CrowdRun, name:str)->float:

@@ -37,7 +37,8 @@ class Blocks:
 
     def above(self, rows:torch.Tensor, floor:torch.Tensor)->tuple[torch.Tensor, torch.Tensor]:
         "Which blocks of `rows` hold something above the row's floor: index into `rows`, and column"
-        return (self.max[rows] > floor[:, None]).nonzero(as_tuple=True)
+        at, col = (self.max[rows] > floor[:, None]).nonzero(as_tuple=True)
+        return at, col
 
     def argmax(self)->torch.Tensor:
         "The likeliest token of each row; the first of equals"
@@ -54,7 +55,7 @@ class Blocks:
 def _weights(b:Blocks, rows, cols, floor, temp)->torch.Tensor:
     "Weights [P, WIDTH] of the tokens of blocks, the likeliest of the row having 1; 0 for tokens not above their floor"
     x, top = b.take(rows, cols), b.top[rows]
-    x = F.threshold_(x.sub_(floor[:, None]), 0., -math.inf)
+    x = torch.threshold_(x.sub_(floor[:, None]), 0., -math.inf)
     return x.sub_((top - floor)[:, None]).mul_(math.log2(math.e) / temp[:, None]).exp2_()
 
 def _masses(b:Blocks, rows, floor, temp)->torch.Tensor:
@@ -88,9 +89,9 @@ def _floors(b:Blocks, rows, params:list[SamplingParams], temp, vocab_size:int)->
     for i, p in enumerate(params):
         if 0 < p.top_k < vocab_size: like.setdefault(p.top_k.bit_length(), []).append(i)
     for at in like.values():
-        k, i = torch.tensor([params[i].top_k for i in at], device=dev), torch.tensor(at, device=dev)
-        kth = b.largest(rows[i], int(k.max()))[0].gather(1, k[:, None] - 1)[:, 0]
-        floor[i] = torch.maximum(floor[i], kth)
+        k, some = torch.tensor([params[i].top_k for i in at], device=dev), torch.tensor(at, device=dev)
+        kth = b.largest(rows[some], int(k.max()))[0].gather(1, k[:, None] - 1)[:, 0]
+        floor[some] = torch.maximum(floor[some], kth)
     return torch.nextafter(floor, torch.full_like(floor, -math.inf))
 
 # %% ../nbs/07_drawing.ipynb #1fd489aa
@@ -168,7 +169,9 @@ def failed(
     return WHY[error - 1]
 
 # %% ../nbs/07_drawing.ipynb #4a46e7f7
-def _sampled(ids:list[int], bad:list[int], scores:dict[int, dict[int, Logprob]])->Sampled:
+_Scores = dict[int, dict[int, Logprob]]   # by row and token id
+
+def _sampled(ids:list[int], bad:list[int], scores:_Scores)->Sampled:
     "Tokens and scores of the rows where nothing is wrong"
     errors = {i: failed(b) for i, b in enumerate(bad) if b}
     kept = {i: x for i, x in scores.items() if i not in errors}
@@ -177,10 +180,10 @@ def _sampled(ids:list[int], bad:list[int], scores:dict[int, dict[int, Logprob]])
 def _asked(states:list[SamplerState])->list[int]:
     return [i for i, s in enumerate(states) if s.params.logprobs is not None]
 
-def _scores(raw:torch.Tensor|None, ask:list[int], ids:list[int], states:list[SamplerState])->dict:
+def _scores(raw:torch.Tensor|None, ask:list[int], ids:list[int], states:list[SamplerState])->_Scores:
     "Scores by row; `raw` has the rows that ask"
     if raw is None: return {}
-    return dict(zip(ask, score(raw, [ids[i] for i in ask], [states[i].params.logprobs for i in ask])))
+    return dict(zip(ask, score(raw, [ids[i] for i in ask], [states[i].params.logprobs or 0 for i in ask])))
 
 def sample_torch(
     logits:torch.Tensor, # [S, V], any float dtype; float32 is overwritten where an option changes it

@@ -22,6 +22,7 @@ from .answers import DONE, PING, Chunks, Head, failure, frame
 from .async_engine import AsyncLLM, Overloaded, Stream, Unavailable
 from .core import RequestOutput
 from .params import CapacityError
+from .llm import LLM
 from .gate import Gate, read_body, told, unless_gone
 from .openapi import PATHS, Path, document
 from .prometheus import Exporter
@@ -76,19 +77,23 @@ class Front:
         self.engine, self.name, self.show_trace, self.compat = async_llm, model_name, trace, metrics_compat
         self.send_timeout_s, self.ping_s, self.body_timeout_s = send_timeout_s, ping_s, body_timeout_s
         self.version = version('cbatch')
-        self.lost:asyncio.Future|None = None           # fails when the engine is beyond hope
+        self.lost:asyncio.Future[None]|None = None     # fails when the engine is beyond hope
         if async_llm.llm: self.exporter                # it counts from now on
 
+    @property
+    def llm(self)->LLM:
+        "The engine itself, which is there for whoever has passed `ready`"
+        return self.engine.llm or self.engine.ensure_ready()
     @functools.cached_property
     def exporter(self)->Exporter: return Exporter(self.engine, self.name, self.compat)
     @functools.cached_property
-    def spell(self)->Callable[[int], bytes]: return speller(self.engine.llm.tokenizer)
+    def spell(self)->Callable[[int], bytes]: return speller(self.llm.tokenizer)
     @functools.cached_property
     def fingerprint(self)->str:
-        made_of = repr((self.version, self.name, self.engine.llm.model.dtype)).encode()
+        made_of = repr((self.version, self.name, self.llm.model.dtype)).encode()
         return 'fp_' + hashlib.sha256(made_of).hexdigest()[:12]
     @property
-    def vocab_size(self)->int: return self.engine.llm.model.vocab_size
+    def vocab_size(self)->int: return self.llm.model.vocab_size
 
 # %% ../nbs/42_front.ipynb #16e0f77c
 @patch
@@ -131,13 +136,13 @@ def _no_model(name:str, hint:str=''):
 @patch
 async def admit(self:Front, ask:Ask)->list[Stream]:
     "Streams of all prompts of an ask, or of none; a guessed max_tokens gives way"
-    kw = dict(priority=ask.priority, user=ask.user, timeout_s=ask.timeout_s, cache_salt=ask.cache_salt,
-              quiet=not ask.stream)
+    kw:dict[str, Any] = dict(priority=ask.priority, user=ask.user, timeout_s=ask.timeout_s, cache_salt=ask.cache_salt,
+                             quiet=not ask.stream)
     try:
         try: return await self.engine.add_many([(p, ask.params) for p in ask.prompts], **kw)
         except CapacityError:
             if ask.fixed or ask.params.max_tokens is None: raise
-        llm = self.engine.llm
+        llm = self.llm
         room, ids = min(llm.max_model_len, llm.num_blocks * llm.config.block_size), []
         for p in ask.prompts: ids.append(await self.engine.encode(p))
         return await self.engine.add_many([(i, fitted(ask, room - len(i))) for i in ids], **kw)
@@ -147,11 +152,11 @@ async def admit(self:Front, ask:Ask)->list[Stream]:
 async def merged(
     streams:Sequence[AsyncIterator[Any]],
     every:float,                     # s
-    lost:asyncio.Future|None=None,   # its exception ends it all
+    lost:asyncio.Future[None]|None=None, # its exception ends it all
 )->AsyncIterator[tuple[int, Any]|None]: # number of the stream and its item; None for `every` seconds of nothing
     "Several streams as one, each read no faster than its items are taken here"
     def begin(i:int): todo[asyncio.ensure_future(anext(streams[i]))] = i
-    todo:dict[asyncio.Future, int] = {}
+    todo:dict[asyncio.Future[Any], int] = {}
     for i in range(len(streams)): begin(i)
     try:
         while todo:
@@ -186,7 +191,7 @@ async def results(self:Front, streams:list[Stream])->list[RequestOutput]:
 async def said(self:Front, ask:Ask)->list[str]:
     "Texts of the prompts, as far as the answer repeats them"
     if not ask.echo: return [''] * len(ask.prompts)
-    texts, tokenizer = [], self.engine.llm.tokenizer
+    texts, tokenizer = [], self.llm.tokenizer
     for p in ask.prompts: texts.append(p if isinstance(p, str) else await self.engine.off_loop(decode, tokenizer, p))
     return texts
 
@@ -305,13 +310,13 @@ async def tokenize(self:Front, call:Call)->Response:
     where = 'messages' if v['prompt'] is None else 'prompt'
     try: ids = await self.engine.encode(v[where])
     except (Unavailable, ValueError) as e: raise told(e, where) from None
-    return _json(dict(count=len(ids), max_model_len=self.engine.llm.max_model_len, tokens=ids))
+    return _json(dict(count=len(ids), max_model_len=self.llm.max_model_len, tokens=ids))
 
 @patch
 async def detokenize(self:Front, call:Call)->Response:
     v = await self.read(call, lambda d: read_fields('D', d, self.vocab_size))
-    ids, most = v['tokens'], self.engine.llm.max_model_len
-    if self.engine.llm.tokenizer is None: bad_request("the model came without a tokenizer", 'tokens')
+    ids, most = v['tokens'], self.llm.max_model_len
+    if self.llm.tokenizer is None: bad_request("the model came without a tokenizer", 'tokens')
     if len(ids) > most: bad_request(f"{len(ids)} tokens: at most {most}, the context", 'tokens')
     try: return _json(dict(prompt=await self.engine.decode(ids)))
     except Unavailable as e: raise told(e) from None

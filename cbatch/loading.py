@@ -9,6 +9,7 @@ __all__ = ['ModelNotFound', 'smollm2_gguf', 'cache_dir', 'load_model']
 import hashlib, importlib.util, os, shutil, sys, tempfile, torch
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
     PreTrainedTokenizerBase)
 from transformers.utils import cached_file
@@ -163,11 +164,12 @@ def _from_pretrained(
     except OSError as e:
         raise ModelNotFound(f"{name!r}: not smollm2, not a folder or .gguf file here, not given by the hub: {e}") from e
     rehearse(config)
-    path = Path(cached_file(source, 'config.json')).parent
+    path = Path(cached_file(source, 'config.json')).parent  # type: ignore[arg-type]  # or it raises: `config` was there
     if load_format == 'dummy':
         return CausalLM(_dummy(config, dtype, device), _tokenizer(source, path), f'{name}, random weights')
-    model, info = AutoModelForCausalLM.from_pretrained(
+    both:Any = AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+    model, info = both
     lacking = sorted(info['missing_keys'])
     if lacking: raise ValueError(f"{name}: its files lack the weights {', '.join(lacking)}")
     return CausalLM(model.to(device), _tokenizer(source, path), name, str(path))

@@ -8,11 +8,12 @@ __all__ = ['HARMLESS', 'CausalLM', 'byte_tokenizer', 'small_config', 'tiny_lm', 
 
 # %% ../nbs/02_model.ipynb #10f95626
 import atexit, html, inspect, shutil, tempfile, torch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING,
@@ -93,7 +94,7 @@ def small_config(
     if arch not in CONFIG_MAPPING: raise ValueError(f"arch={arch!r}: transformers has none of this name")
     cls, usual = CONFIG_MAPPING[arch], AutoConfig.for_model(arch)
     known = {*inspect.signature(cls.__init__).parameters, *cls.attribute_map}
-    small:dict[str, object] = {k: v for k, v in _SMALL.items() if k in known}
+    small:dict[str, Any] = {k: v for k, v in _SMALL.items() if k in known}
     small |= dict(bos_token_id=None, eos_token_id=256, pad_token_id=257)
     if getattr(usual, 'sliding_window', None): small['sliding_window'] = 16
     if getattr(usual, 'attn_logit_softcapping', None): small['attn_logit_softcapping'] = 5.
@@ -137,7 +138,8 @@ def refuse(
     cls:type[PreTrainedModel]|None=None,  # the model's class; None: what transformers would take
 ):
     "Raise `CannotServe`, saying why, for a model whose configuration or class tells that it can't be run"
-    if cls is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING: cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known:Mapping[type, Any] = MODEL_FOR_CAUSAL_LM_MAPPING
+    if cls is None and type(config) in known: cls = known[type(config)]
     odd = set(getattr(config.get_text_config(), 'layer_types', None) or ()) - {'full_attention', 'sliding_attention'}
     if getattr(config, 'is_encoder_decoder', False): why = "it is an encoder-decoder; only decoder-only models are run"
     elif cls is None: why = "transformers has no causal language model of this type"
@@ -306,7 +308,7 @@ def to(self:CausalLM,
 )->CausalLM: # itself if nothing changes, else a copy
     "The model cast and moved, its rotary frequencies left in float32"
     if (self.dtype, self.device) == (dtype, device): return self
-    model = deepcopy(self.hf_model).to(device)
+    model = deepcopy(self.hf_model).to(device)  # type: ignore[arg-type]  # transformers' decorator hides what it takes
     for p in model.parameters(): p.data = p.data.to(dtype)
     model.config.dtype = dtype
     if self.hf_model in _asked: _asked[model] = _asked[self.hf_model]

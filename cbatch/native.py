@@ -7,9 +7,10 @@ __all__ = ['KERNELS', 'Native', 'build_all', 'trial', 'Struct', 'struct']
 
 # %% ../nbs/04_native.ipynb #a9e29ed8
 import ctypes, functools, hashlib, os, platform, re, shutil, subprocess, sys, tempfile, warnings
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 import torch
 from fastcore.basics import patch
 from .loading import cache_dir
@@ -45,7 +46,7 @@ class Native:
     def __init__(self,
         name:str,
         source:str,                  # C++17 with `extern "C"` functions
-        functions:dict[str, list],   # ctypes of the arguments of each; all return nothing
+        functions:Mapping[str, Sequence[type]], # ctypes of the arguments of each; all return nothing
         flags:tuple[str, ...]=(),    # further arguments of the compiler
     ):
         self.name, self.source, self.functions = name, source, functions
@@ -120,7 +121,7 @@ def build_all()->dict[str, Path|None]: # path of each library, by name
 
 def trial(
     source:str,                  # C++17
-    functions:dict[str, list],   # ctypes of the arguments of its `extern "C"` functions
+    functions:Mapping[str, Sequence[type]], # ctypes of the arguments of its `extern "C"` functions
     *flags:str,
 )->ctypes.CDLL|None:             # None: there is no compiler, or C++ is not wanted
     "Compile and load functions to try them; `build_all` knows nothing of them"
@@ -143,10 +144,12 @@ def struct(
     *parts:type[Struct],   # structs that are fields of it
 )->type[Struct]:           # a pointer is an address (c_void_p) on Python's side
     "A struct for ctypes and for C++, from one table"
-    known, fields, lines = _TYPES | {p.__name__: p for p in parts}, [], []
+    known:dict[str, Any] = _TYPES | {p.__name__: p for p in parts}
+    fields, lines = [], []
     for group in filter(None, map(str.strip, table.split(';'))):
         m = re.fullmatch(r'((?:const )?\w+)(\*?)\s+(.+)', group, re.S)
-        if not m or not (m[2] or m[1] in known): raise ValueError(f"struct {name}: {group!r} names no known type and fields")
+        if not m or not (m[2] or m[1] in known):
+            raise ValueError(f"struct {name}: {group!r} names no known type and fields")
         kind, star, names = m.groups()
         text = re.sub(r'(int\d\d)$', r'\1_t', kind)
         lines.append(f"    {text} {', '.join(star + n for n in names.split())};\n")

@@ -18,7 +18,7 @@ _SOME, _IDS = dict(type='string', minLength=1), dict(type='array', minItems=1, i
 _LINE = dict(type='string', minLength=1, maxLength=MAX_CHARS)
 
 def _any(*schemas)->dict[str, Any]: return dict(anyOf=[*schemas])
-def _list(f:Field, least:float, items:dict)->dict[str, Any]:
+def _list(f:Field, least:float, items:dict[str, Any])->dict[str, Any]:
     return dict(type='array', minItems=least, maxItems=f.most, items=items)
 def _bias(f:Field)->dict[str, Any]:
     return dict(type='object', maxProperties=f.most, propertyNames=dict(pattern='^[0-9]{1,9}$'),
@@ -84,7 +84,7 @@ _ERROR = dict(type='object', required=['error'], properties=dict(error=_WRONG))
 _STEPS = dict(name='n', **{'in': 'query'}, schema=dict(type='integer', minimum=1, maximum=1000))
 
 def _operation(p:Path, models:list[str])->dict[str, Any]:
-    kinds:dict[str, dict] = {'text/plain' if p.name == 'metrics' else 'application/json': {}}
+    kinds:dict[str, dict[str, Any]] = {'text/plain' if p.name == 'metrics' else 'application/json': {}}
     if p.api in ('C', 'H'): kinds['text/event-stream'] = {}
     error = dict(description='an error', content={'application/json': dict(schema=_ERROR)})
     well = dict(description='well', content=kinds)

@@ -229,7 +229,7 @@ def drive_url(
     async def everybody():
         start, gate = time.perf_counter() + .05, asyncio.Semaphore(max_concurrency or len(work))
         sent = await asyncio.gather(*(_send(url, model, x, p, start, gate, key) for x, p in zip(work, prompts)))
-        ends = (s.metrics.finished_at for s in sent if s.metrics)
+        ends = [t for s in sent if s.metrics and (t := s.metrics.finished_at) is not None]
         return sent, max(ends, default=time.perf_counter()) - start
     return asyncio.run(everybody())
 

@@ -89,8 +89,8 @@ SLOTS = dict(sampled='num_sampled_tokens', prefilling='num_prefilling', idle='nu
 
 # %% ../nbs/40_prometheus.ipynb #9b6a00bd
 _REASON:dict[str, str] = {   # why the head of the queue waits: label
-    Why.BATCH_FULL: 'batch_full', Why.BUDGET: 'budget', Why.BLOCKS: 'blocks', Why.MEMORY: 'blocks', Why.PREFIX: 'prefix',
-    Why.FORK: 'prefix'}
+    Why.BATCH_FULL: 'batch_full', Why.BUDGET: 'budget', Why.BLOCKS: 'blocks', Why.MEMORY: 'blocks',
+    Why.PREFIX: 'prefix', Why.FORK: 'prefix'}
 REASONS = (*dict.fromkeys(_REASON.values()), 'policy')
 
 def why_waiting(
@@ -191,7 +191,7 @@ def _families(self:Exporter, m:dict[str, Any])->Iterator[Metric]:
 
 # %% ../nbs/40_prometheus.ipynb #c35005e1
 @patch
-def stepped(self:Exporter, record:StepRecord|None, metrics:dict):
+def stepped(self:Exporter, record:StepRecord|None, metrics:dict[str, Any]):
     "After each step: what it held, and who got a token"
     self.record = record
     if record is None: return

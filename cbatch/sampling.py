@@ -10,10 +10,11 @@ import copy, math
 import numpy as np, torch
 from collections.abc import Iterable, Sequence
 from fastcore.basics import patch
+from .native import Struct
 from .params import MAX_BAD_TOKENS, SamplingParams
 
 # %% ../nbs/06_sampling.ipynb #37288398
-def _array(xs:Iterable, dtype=np.int64)->np.ndarray: return np.fromiter(xs, dtype)
+def _array(xs:Iterable[float], dtype=np.int64)->np.ndarray: return np.fromiter(xs, dtype)
 
 class SamplerState:
     "What sampling must know of one request; made from it at any time"
@@ -37,7 +38,7 @@ class SamplerState:
         self.slots = {t: i for i, t in enumerate(dict.fromkeys(prompt_ids if p.repetition_penalty != 1 else ()))}
         self.ids, self.counts, self.read = _array(self.slots), np.zeros(len(self.slots), np.float32), 0
         self.mask:np.ndarray|None = None     # of this position alone, see `ahead`
-        self.record = None                   # for C++
+        self.record:Struct|None = None       # for C++
 
 # %% ../nbs/06_sampling.ipynb #3a659831
 @patch
@@ -86,11 +87,10 @@ def masked_rows(
     vocab_size:int,
 )->list[int]: # rows whose state has a mask
     "Which rows have a mask; `ValueError` if it is not one for this vocabulary"
-    rows, words = [i for i, s in enumerate(states) if s.mask is not None], -(-vocab_size // 32)
-    for i in rows:
-        shape = states[i].mask.shape
-        if shape != (words,): raise ValueError(f"mask of {shape} words: a vocabulary of {vocab_size} needs {words}")
-    return rows
+    masks, words = {i: s.mask for i, s in enumerate(states) if s.mask is not None}, -(-vocab_size // 32)
+    for m in masks.values():
+        if m.shape != (words,): raise ValueError(f"mask of {m.shape} words: a vocabulary of {vocab_size} needs {words}")
+    return [*masks]
 
 # %% ../nbs/06_sampling.ipynb #be6c42a4
 def bad_word_ids(
@@ -133,7 +133,8 @@ def _penalise(x:_Places, states:list[SamplerState], rows:list[int]):
 
 def _hold_to_masks(logits:torch.Tensor, states:list[SamplerState], rows:list[int]):
     "Forbid what the masks of some rows do not allow"
-    words = torch.from_numpy(np.stack([states[i].mask for i in rows])).to(logits.device)
+    masks = [m for i in rows if (m := states[i].mask) is not None]
+    words = torch.from_numpy(np.stack(masks)).to(logits.device)
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
     at = torch.tensor(rows, device=logits.device)
     logits[at] = logits[at].masked_fill(bits.flatten(1)[:, :logits.shape[1]] == 0, -math.inf)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from fastcore.basics import patch
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
+from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from .async_engine import AsyncLLM
 from .llm import LLM
@@ -48,7 +49,7 @@ class Connection(H11Protocol):
 
 # %% ../nbs/43_server.ipynb #71c162d5
 @patch
-def connection_made(self:Connection, transport:asyncio.Transport):
+def connection_made(self:Connection, transport:asyncio.Transport):  # type: ignore[override]  # as uvicorn's own
     H11Protocol.connection_made(self, transport)
     self.seen, self.first = (None, 0), self.loop.call_later(self.patience_s, self.look)
     if len(self.connections) > LIMITS['connections']: self.drop()
@@ -82,8 +83,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine, self.front, self.sock, self.drain_timeout_s = front.engine, front, sock, drain_timeout_s
         self.loop:asyncio.AbstractEventLoop|None = None
-        self.starting:asyncio.Task|None = None
-        self.draining:asyncio.Task|None = None
+        self.starting:asyncio.Task[AsyncLLM]|None = None
+        self.draining:asyncio.Task[None]|None = None
         self.code, self.up = 0, Event()                         # exit code; is it ready, or has it ended?
         self.say:Callable[[str], None] = lambda text: None      # to whoever looks at the terminal
 
@@ -108,10 +109,10 @@ class Server(uvicorn.Server):
 
 # %% ../nbs/43_server.ipynb #7c7d816e
 @patch
-def started_engine(self:Server, task:asyncio.Task):
+def started_engine(self:Server, task:asyncio.Task[AsyncLLM]):
     "The engine is ready; or it can't start and is dead, and `on_tick` sees it"
     if task.cancelled() or task.exception(): return
-    llm = self.engine.llm
+    llm = self.front.llm
     if llm.tokenizer is not None and len(llm.tokenizer) > llm.model.vocab_size:
         _log.warning("the tokenizer knows %d ids and the model %d: text that needs the others is refused",
                      len(llm.tokenizer), llm.model.vocab_size)
@@ -191,7 +192,7 @@ def make_server(
     host:str='127.0.0.1', port:int=8000,  # port 0: any that is free
     api_key:str|None=None,    # needed on an address that others can reach
     drain_timeout_s:float=30.,# s that requests have to finish after a signal
-    limits:dict|None=None,    # of `AsyncLLM`: max_waiting ...
+    limits:dict[str, Any]|None=None, # of `AsyncLLM`: max_waiting ...
     **options,                # of `Front`
 )->Server:                    # bound, not yet running
     "A server for one model"

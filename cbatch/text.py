@@ -9,6 +9,7 @@ __all__ = ['token_bytes', 'Vocab', 'vocab_of', 'decode', 'ByteText', 'WindowText
 # %% ../nbs/09_text.ipynb #9e192bd9
 import codecs, json, re
 from collections.abc import Iterable
+from typing import Any
 from fastcore.basics import patch
 from transformers import PreTrainedTokenizerBase
 from .params import SamplingParams
@@ -46,7 +47,8 @@ class Vocab:
 
     def token(self, i:int)->str|None:
         "Spelling of an id, None if there is no such token"
-        if i not in self.tokens: self.tokens[i] = self.tokenizer.convert_ids_to_tokens(i)
+        if i not in self.tokens:
+            self.tokens[i] = self.tokenizer.convert_ids_to_tokens(i)  # type: ignore[assignment]  # one id: one token
         return self.tokens[i]
 
 def vocab_of(tokenizer:PreTrainedTokenizerBase)->Vocab:
@@ -57,7 +59,8 @@ def vocab_of(tokenizer:PreTrainedTokenizerBase)->Vocab:
 
 def decode(tokenizer:PreTrainedTokenizerBase, ids:list[int], skip_special_tokens:bool=True)->str:
     "The whole text of some ids, as the tokenizer has it"
-    return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    text:Any = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return text
 
 # %% ../nbs/09_text.ipynb #5b9c38bc
 class ByteText:
@@ -104,7 +107,7 @@ def feed(self:WindowText, i:int)->str:
     "Text that became certain with the visible token `i`"
     byte = self._byte(i)
     if self.run is not None: return self._feed_run(self.run, i, byte)
-    if byte is not None: return self.start_run() + self._feed_run(self.run, i, byte)
+    if byte is not None: return self.start_run(run := ByteRun()) + self._feed_run(run, i, byte)
     self.new.append(i)
     text = self._take()
     if text and text[-1] != '\ufffd' or len(self.new) > 8: return self._settle(text)
@@ -137,9 +140,9 @@ class ByteRun:
 
 # %% ../nbs/09_text.ipynb #2e03d2f8
 @patch
-def start_run(self:WindowText)->str:
+def start_run(self:WindowText, run:ByteRun)->str:
     "Begin a run of bytes; what waited does not wait for it"
-    self.run = ByteRun()
+    self.run = run
     return self._settle(self._take()) if self.new else ''
 
 @patch
@@ -220,7 +223,7 @@ class Detokenizer:
         self.stop:str|None = None       # the string that ended it
         self.num_read, self.sent = 0, 0 # tokens read, characters reported
         if tokenizer is None: return
-        self.vocab, self.stops = vocab_of(tokenizer), Stops(params.stop)
+        self.vocab, self.stops = vocab_of(tokenizer), Stops(tuple(params.stop or ()))
         self.source = (ByteText if self.vocab.by_bytes else WindowText)(self.vocab)
         self.tail = ''                  # what may follow `text`, and
         self.tail_stops:list[int] = []  # how much of the stops it has
@@ -253,7 +256,8 @@ def _grow(self:Detokenizer, new:str, tail:str)->bool:
     else: self.tail = ''
     if not hit or self.num_read <= self.p.min_tokens: return False
     after = max(self.after, len(self.text) - len(new))
-    text, self.stop = cut_at_stop(self.text + tail, self.p.stop, self.p.include_stop_str_in_output, after)
+    stops = (s for s, _ in self.stops.stops)
+    text, self.stop = cut_at_stop(self.text + tail, stops, self.p.include_stop_str_in_output, after)
     if self.stop: self.text = text
     return self.stop is not None
 
@@ -328,7 +332,7 @@ def _encode_parts(tokenizer:PreTrainedTokenizerBase, parts:list[str])->list[int]
 _ROLES = 'system developer user assistant tool function'.split()
 _FIELDS = 'role content name tool_calls tool_call_id reasoning_content'.split()
 
-def _check_messages(messages:list[dict]):
+def _check_messages(messages:list[dict[str, Any]]):
     "Raise `ValueError` for what is no conversation"
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError("messages: give a list of at least one message")
@@ -341,7 +345,7 @@ def _check_messages(messages:list[dict]):
             raise ValueError(f"message {m!r}: needs a content, as text")
 
 # %% ../nbs/09_text.ipynb #b76f3d12
-def _template_of(tokenizer:PreTrainedTokenizerBase, tools:list[dict]|None)->str:
+def _template_of(tokenizer:PreTrainedTokenizerBase, tools:list[dict[str, Any]]|None)->str:
     "The model's own chat template"
     if not getattr(tokenizer, 'chat_template', None):
         raise ValueError("the model has no chat template: give text or token ids")
@@ -350,10 +354,12 @@ def _template_of(tokenizer:PreTrainedTokenizerBase, tools:list[dict]|None)->str:
         raise ValueError("tools: the model's chat template does not know any")
     return template
 
-def _render(tokenizer:PreTrainedTokenizerBase, messages:list[dict], tools:list[dict]|None)->str:
+def _render(tokenizer:PreTrainedTokenizerBase, messages:list[dict[str, Any]], tools:list[Any]|None)->str:
     "What the template makes of the messages"
-    try: return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    text:Any    # what the method returns depends on `tokenize`
+    try: text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     except Exception as e: raise ValueError(f"the chat template refused these messages: {e}") from e
+    return text
 
 def _unused(*things:object)->str:
     "A private character of Unicode that stands nowhere in these"
@@ -365,8 +371,8 @@ def _unused(*things:object)->str:
 # %% ../nbs/09_text.ipynb #707be15a
 def encode_chat(
     tokenizer:PreTrainedTokenizerBase, # with a chat template
-    messages:list[dict],               # of dict(role=, content=)
-    tools:list[dict]|None=None,        # JSON schemas of functions, if the template knows tools
+    messages:list[dict[str, Any]],     # of dict(role=, content=)
+    tools:list[dict[str, Any]]|None=None, # JSON schemas of functions, if the template knows tools
 )->list[int]:                          # up to where the assistant's answer begins
     "Tokens of a conversation; what stands in a message is text, whatever it spells. `ValueError` if it can't be one"
     _check_messages(messages)

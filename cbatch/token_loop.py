@@ -54,14 +54,14 @@ def generate_ref(
     "Generate for one request alone, token by token: the oracle"
     check_ids(prompt_ids, params, model.vocab_size)
     limit = params.max_tokens or model.max_len - len(prompt_ids)
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.eos_ids))
+    ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(model.eos_ids))
     cached, new, why, after = CachedModel(model), list(prompt_ids), 'length', 0
     ref = Reference([], '', '', [], [])
     out, seed = ref.token_ids, seed if params.seed is None else params.seed
-    bad = bad_word_ids(params.bad_words, model.tokenizer, model.vocab_size)
+    bad = bad_word_ids(params.bad_words or (), model.tokenizer, model.vocab_size)
     state = SamplerState(params, prompt_ids, out, seed, sample_index, ends | set(model.eos_ids), bad)
     text = lambda: decode(model.tokenizer, out, params.skip_special_tokens) if model.tokenizer else ''
-    stops = lambda: params.stop if len(out) > params.min_tokens else ()
+    stops = lambda: tuple(params.stop or ()) if len(out) > params.min_tokens else ()
     while len(out) < limit and why == 'length':
         if 0 < len(out) == params.min_tokens: after = len(text().rstrip('\ufffd'))
         logits = cached(torch.tensor([new], device=model.device))
@@ -70,8 +70,8 @@ def generate_ref(
         chosen = sample(logits, [state])
         if chosen.errors: raise RequestFailed(chosen.errors[0].text)
         ref.logprobs += chosen.logprobs.values()
-        out += chosen.ids
-        new = chosen.ids
+        new = [t for t in chosen.ids if t is not None]
+        out += new
         if new[0] in ends or stops() and cut_at_stop(text(), stops(), after=after)[1]: why = 'stop'
     ref.text, ref.finish_reason = cut_at_stop(text(), stops(), params.include_stop_str_in_output, after)[0], why
     return ref

@@ -206,7 +206,7 @@ _NAMES = dict(
     user=('user',), session=('session', 'session id', 'session_id'), priority=('priority',), hashes=('hash_ids',))
 PIECE = 512  # tokens of a prompt that one of Mooncake's hash_ids stands for
 
-def _rows(path:Path)->Iterator[tuple[int, dict]]:
+def _rows(path:Path)->Iterator[tuple[int, dict[str, Any]]]:
     "(line number, row) of a CSV or JSONL file"
     with open(path, encoding='utf-8-sig', newline='') as f:
         if path.suffix.lower() == '.csv':
@@ -240,7 +240,7 @@ def _time(x:Any, ms:bool)->float:
     return t / 1000 if ms else t
 
 # %% ../nbs/32_workloads.ipynb #0787e0f3
-def _numbers(row:dict, col:dict[str, str])->dict[str, Any]:
+def _numbers(row:dict[str, Any], col:dict[str, str])->dict[str, Any]:
     "Lengths, time and priority of a row; `ValueError` with the name of the column"
     ms = col['prompt_len'] == 'input_length'
     read = dict(prompt_len=lambda x: _int(x, 1), output_len=lambda x: _int(x, 0),
@@ -252,9 +252,9 @@ def _numbers(row:dict, col:dict[str, str])->dict[str, Any]:
         except ValueError as e: raise ValueError(f"{col[k]}: {e}") from None
     return what
 
-def _item(row:dict, col:dict[str, str], n:int)->WorkItem|None:
+def _item(row:dict[str, Any], col:dict[str, str], n:int)->WorkItem|None:
     "A row as a request; None if it has no answer"
-    get = lambda k: row.get(col.get(k)) or None
+    get = lambda k: k in col and row.get(col[k]) or None
     what = _numbers(row, col)
     if not what['output_len']: return None
     left, parts = what.pop('prompt_len'), []
@@ -264,7 +264,7 @@ def _item(row:dict, col:dict[str, str], n:int)->WorkItem|None:
     return WorkItem(parts=parts, user=get('user'), session=get('session'), **what)
 
 # %% ../nbs/32_workloads.ipynb #4b6f90de
-def _columns(path:Path, row:dict)->dict[str, str]:
+def _columns(path:Path, row:dict[str, Any])->dict[str, str]:
     "What we look for -> the file's name for it"
     low = {str(k).strip().lower(): k for k in row}
     col = {k: low[a] for k, names in _NAMES.items() for a in names if a in low}

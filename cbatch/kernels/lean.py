@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from collections.abc import Iterator
 from fastcore.basics import patch
 from time import perf_counter
+from typing import Any
 from .cpu import CPUBackend, ready
 from .lean_step import STEP, WIDE, LeanLayer, LeanStep, LeanWeights, Matrix, panels
 from ..model import AttnLayer, CausalLM
@@ -48,7 +49,7 @@ def _not_linear(where:str, module:torch.nn.Module, names:str)->str|None:
     kinds = ((n, type(getattr(module, n))) for n in names.split())
     return next((f"{where}.{n} is a {k.__name__}, not a Linear" for n, k in kinds if k is not torch.nn.Linear), None)
 
-def _odd_layer(i:int, layer:torch.nn.Module, kind:str)->Iterator[str|None]:
+def _odd_layer(i:int, layer:Any, kind:str)->Iterator[str|None]:
     where = f'layer {i}'
     yield _odd_parts(where, layer, 'self_attn mlp input_layernorm post_attention_layernorm')
     yield _odd_parts(where, layer.self_attn, 'q_proj k_proj v_proj o_proj' + ' q_norm k_norm' * (kind == 'qwen3'))
@@ -96,14 +97,15 @@ def takes_onednn(
 class Product:
     "x @ weight.T + bias by oneDNN, with a weight that is laid out for this processor"
     def __init__(self, weight:torch.Tensor, bias:torch.Tensor|None):
-        self.weight, self.bias, self.packed = weight, bias, None
+        self.bias, self.packed = bias, None
+        self.weight:torch.Tensor|None = weight
         there = torch.backends.mkldnn.is_available()
         if there and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)     # best for some 32 rows
             self.weight = None
 
     def __call__(self, x:torch.Tensor)->torch.Tensor:
-        if self.packed is None: return F.linear(x, self.weight, self.bias)
+        if self.weight is not None: return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, 'none', [], '')
 
 # %% ../../kernels/05_lean_model.ipynb #c680e6d1
@@ -128,12 +130,14 @@ class Laid:
         size = -(-x.nbytes // 64) * 64
         if len(self.room) < size:
             self.room = torch.empty(max(size, 1 << 26), dtype=torch.uint8)
-            STEP.lib.huge(self.keep(self.room), len(self.room))
+            address = self.keep(self.room)
+            if STEP.lib: STEP.lib.huge(address, len(self.room))
         to, self.room = self.room[:x.nbytes].view(x.dtype), self.room[size:]
         return to.copy_(x.flatten()).data_ptr()
 
-    def floats(self, module:torch.nn.Module|None)->int|None:
-        return None if module is None else self.keep(module.weight.detach().to(torch.float32, copy=True))
+    def floats(self, norm:Any)->int|None:
+        "A norm's weights; None where the layer has no such norm"
+        return None if norm is None else self.keep(norm.weight.detach().to(torch.float32, copy=True))
 
 # %% ../../kernels/05_lean_model.ipynb #14d07107
 @patch
@@ -150,7 +154,7 @@ def matrix(self:Laid,
     return Matrix(self.copy(panels(weight)), address, *weight.shape)
 
 @patch
-def layer(self:Laid, l:torch.nn.Module, asked:AttnLayer, pool:Struct)->Struct:
+def layer(self:Laid, l:Any, asked:AttnLayer, pool:Struct)->Struct:
     a, m, n1, n2 = l.self_attn, l.mlp, l.input_layernorm, l.post_attention_layernorm
     weights = ([a.q_proj, a.k_proj, a.v_proj],), ([a.o_proj],), ([m.gate_proj, m.up_proj], 16), ([m.down_proj], 1, 16)
     norms = n1, n2, getattr(a, 'q_norm', None), getattr(a, 'k_norm', None)

@@ -256,6 +256,7 @@ extern "C" void huge(char* p, int64_t n) {
 
 # %% ../../kernels/04_lean_step.ipynb #cf06f0cb
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-_ENTRIES = {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(run=[_P, _P], piece=[_P, _P, _N, _N]).items()}
+_ENTRIES:dict[str, list[type]] = dict.fromkeys(('run_f32', 'run_bf16'), [_P, _P])
+_ENTRIES |= dict.fromkeys(('piece_f32', 'piece_bf16'), [_P, _P, _N, _N])
 STEP = Native('lean', LEAN_CPP, _ENTRIES | dict(huge=[_P, _N]),
               flags=('-ffp-contract=fast', '-fno-math-errno', '-Wno-psabi'))
