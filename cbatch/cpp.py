@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRELUDE']
 
-# %% ../nbs/01c_cpp.ipynb #4da586d9
+# %% ../nbs/01c_cpp.ipynb #9d4352e6
 PRELUDE = r"""
 #include <algorithm>
 #include <cmath>
@@ -34,7 +34,7 @@ inline V splat(float x) { return V{} + x; }
 inline V larger(V a, V b) { return a > b ? a : b; }           // b where a is NaN
 """
 
-# %% ../nbs/01c_cpp.ipynb #18f832ca
+# %% ../nbs/01c_cpp.ipynb #6f94c0bc
 PRELUDE += r"""
 struct bf16 { uint16_t bits; };
 
@@ -54,7 +54,7 @@ inline void store(bf16* p, V x) {
 }
 """
 
-# %% ../nbs/01c_cpp.ipynb #8db21fa3
+# %% ../nbs/01c_cpp.ipynb #22d61784
 PRELUDE += r"""
 // 2 ** x, for x up to 127
 inline V power(V x) {

@@ -9,7 +9,7 @@ __all__ = ['KERNELS', 'Native', 'build_all', 'trial', 'Struct', 'struct']
 import ctypes, functools, hashlib, os, platform, re, shutil, subprocess, sys, tempfile, warnings
 from itertools import takewhile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 import torch
 from fastcore.basics import patch
 from .model import cache_dir
@@ -129,13 +129,13 @@ def trial(
     KERNELS.clear(); KERNELS.update(others)
     return piece.lib if piece.build() else None
 
-# %% ../nbs/01b_native.ipynb #94e843e6
+# %% ../nbs/01b_native.ipynb #22658dac
 class Struct(ctypes.Structure):
     "A struct of C++ that Python fills in too"
     cpp:ClassVar[str]   # its text
 
-_TYPES = dict(int32=ctypes.c_int32, uint32=ctypes.c_uint32, int64=ctypes.c_int64, uint64=ctypes.c_uint64,
-              float=ctypes.c_float, double=ctypes.c_double)
+_TYPES:dict[str, Any] = dict(int32=ctypes.c_int32, uint32=ctypes.c_uint32, int64=ctypes.c_int64,
+                             uint64=ctypes.c_uint64, float=ctypes.c_float, double=ctypes.c_double)
 
 def struct(
     name:str,
@@ -146,7 +146,8 @@ def struct(
     known, fields, lines = _TYPES | {p.__name__: p for p in parts}, [], []
     for group in filter(None, map(str.strip, table.split(';'))):
         m = re.fullmatch(r'((?:const )?\w+)(\*?)\s+(.+)', group, re.S)
-        if not m or not (m[2] or m[1] in known): raise ValueError(f"struct {name}: {group!r} names no known type and fields")
+        if not m or not (m[2] or m[1] in known):
+            raise ValueError(f"struct {name}: {group!r}: no type that it knows, or no field")
         kind, star, names = m.groups()
         text = re.sub(r'(int\d\d)$', r'\1_t', kind)
         lines.append(f"    {text} {', '.join(star + n for n in names.split())};\n")

@@ -9,6 +9,7 @@ __all__ = ['SamplerState', 'masked_rows', 'bad_word_ids', 'edit_logits', 'distri
 import copy, math
 import numpy as np, torch
 from collections.abc import Iterable, Sequence
+from typing import Any
 from fastcore.basics import patch
 from .core import MAX_BAD_TOKENS, SamplingParams
 
@@ -37,7 +38,8 @@ class SamplerState:
         self.slots = {t: i for i, t in enumerate(dict.fromkeys(prompt_ids if p.repetition_penalty != 1 else ()))}
         self.ids, self.counts, self.read = _array(self.slots), np.zeros(len(self.slots), np.float32), 0
         self.mask:np.ndarray|None = None     # of this position alone, see `ahead`
-        self.record = None                   # for C++
+        self.record:Any = None               # for C++
+        self.next:np.ndarray|None = None     # what would complete a bad word, as the record has it
 
 # %% ../nbs/02a_sampling.ipynb #3a659831
 @patch
@@ -67,7 +69,7 @@ def banned(self:SamplerState)->np.ndarray:
     if self.bad: ids = np.concatenate([ids, self.completed()])
     return ids
 
-# %% ../nbs/02a_sampling.ipynb #a2584162
+# %% ../nbs/02a_sampling.ipynb #b8d0b91d
 @patch
 def ahead(self:SamplerState,
     draft:Sequence[int]=(),     # tokens that the answer may go on with
@@ -86,11 +88,10 @@ def masked_rows(
     vocab_size:int,
 )->list[int]: # rows whose state has a mask
     "Which rows have a mask; `ValueError` if it is not one for this vocabulary"
-    rows, words = [i for i, s in enumerate(states) if s.mask is not None], -(-vocab_size // 32)
-    for i in rows:
-        shape = states[i].mask.shape
-        if shape != (words,): raise ValueError(f"mask of {shape} words: a vocabulary of {vocab_size} needs {words}")
-    return rows
+    masks, words = [(i, s.mask) for i, s in enumerate(states) if s.mask is not None], -(-vocab_size // 32)
+    for _, m in masks:
+        if m.shape != (words,): raise ValueError(f"mask of {m.shape} words: a vocabulary of {vocab_size} needs {words}")
+    return [i for i, _ in masks]
 
 # %% ../nbs/02a_sampling.ipynb #be6c42a4
 def bad_word_ids(
@@ -112,7 +113,7 @@ def bad_word_ids(
         raise ValueError(f"bad_words: a token is not in the vocabulary of {vocab_size}")
     return tuple(out)
 
-# %% ../nbs/02a_sampling.ipynb #a303689a
+# %% ../nbs/02a_sampling.ipynb #7d6332dd
 class _Places:
     "Single numbers of a batch of logits, by row and token"
     def __init__(self, logits:torch.Tensor):
@@ -133,7 +134,7 @@ def _penalise(x:_Places, states:list[SamplerState], rows:list[int]):
 
 def _hold_to_masks(logits:torch.Tensor, states:list[SamplerState], rows:list[int]):
     "Forbid what the masks of some rows do not allow"
-    words = torch.from_numpy(np.stack([states[i].mask for i in rows])).to(logits.device)
+    words = torch.from_numpy(np.stack([m for i in rows if (m := states[i].mask) is not None])).to(logits.device)
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
     at = torch.tensor(rows, device=logits.device)
     logits[at] = logits[at].masked_fill(bits.flatten(1)[:, :logits.shape[1]] == 0, -math.inf)

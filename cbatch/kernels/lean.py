@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from collections.abc import Iterator
 from fastcore.basics import patch
 from time import perf_counter
+from typing import Any
 from .cpu import CPUBackend, ready
 from .lean_step import STEP, WIDE, LeanLayer, LeanStep, LeanWeights, Matrix, panels
 from ..model import AttnLayer, CausalLM
@@ -36,7 +37,7 @@ def _not_as_it_came(model:CausalLM)->str|None:
     odd = next((f'{n} is {p.dtype}' for n, p in model.hf_model.named_parameters() if p.dtype != model.dtype), None)
     return odd and f"{odd}, the model {model.dtype}"
 
-# %% ../../kernels/03a_lean_model.ipynb #b443eb7a
+# %% ../../kernels/03a_lean_model.ipynb #9532907b
 def _odd_parts(where:str, module:torch.nn.Module, names:str)->str|None:
     "What is missing or unknown below a module, or a norm that is none of root mean squares"
     children = dict(module.named_children())
@@ -48,7 +49,7 @@ def _not_linear(where:str, module:torch.nn.Module, names:str)->str|None:
     kinds = ((n, type(getattr(module, n))) for n in names.split())
     return next((f"{where}.{n} is a {k.__name__}, not a Linear" for n, k in kinds if k is not torch.nn.Linear), None)
 
-def _odd_layer(i:int, layer:torch.nn.Module, kind:str)->Iterator[str|None]:
+def _odd_layer(i:int, layer:Any, kind:str)->Iterator[str|None]:
     where = f'layer {i}'
     yield _odd_parts(where, layer, 'self_attn mlp input_layernorm post_attention_layernorm')
     yield _odd_parts(where, layer.self_attn, 'q_proj k_proj v_proj o_proj' + ' q_norm k_norm' * (kind == 'qwen3'))
@@ -58,9 +59,9 @@ def _odd_layer(i:int, layer:torch.nn.Module, kind:str)->Iterator[str|None]:
     act = type(layer.mlp.act_fn).__name__
     if act not in ('SiLU', 'SiLUActivation'): yield f"{where}: the activation is {act}, not SiLU"
 
-# %% ../../kernels/03a_lean_model.ipynb #884f239b
+# %% ../../kernels/03a_lean_model.ipynb #706c8251
 def _reasons(model:CausalLM)->Iterator[str|None]:
-    hf, kind = model.hf_model, model.config.model_type
+    hf:Any = model.hf_model
     yield _of_another_kind(model)
     yield _not_as_it_came(model)
     yield _odd_parts('the model', hf, 'model lm_head')
@@ -68,7 +69,7 @@ def _reasons(model:CausalLM)->Iterator[str|None]:
     yield _odd_parts('model', hf.model, 'embed_tokens layers norm rotary_emb')
     turned = hf.model.rotary_emb.inv_freq.numel() * 2
     if turned != model.head_dim: yield f"positions turn {turned} of {model.head_dim} dimensions"
-    for i, layer in enumerate(hf.model.layers): yield from _odd_layer(i, layer, kind)
+    for i, layer in enumerate(hf.model.layers): yield from _odd_layer(i, layer, model.config.model_type)
     if any(x.softcap is not None for x in model.layers): yield "attention has a soft cap"
 
 def misfit(
@@ -77,7 +78,7 @@ def misfit(
     "Why this model has not the shape that `LeanModel` is written for"
     return next(filter(None, _reasons(model)), None)
 
-# %% ../../kernels/03a_lean_model.ipynb #6cb9e20a
+# %% ../../kernels/03a_lean_model.ipynb #3577c2c5
 PRODUCTS = 'auto', 'panels', 'onednn'
 
 def tiles()->bool:
@@ -96,7 +97,8 @@ def takes_onednn(
 class Product:
     "x @ weight.T + bias by oneDNN, with a weight that is laid out for this processor"
     def __init__(self, weight:torch.Tensor, bias:torch.Tensor|None):
-        self.weight, self.bias, self.packed = weight, bias, None
+        self.weight:torch.Tensor|None = weight
+        self.bias, self.packed = bias, None
         there = torch.backends.mkldnn.is_available()
         if there and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)     # best for some 32 rows
@@ -106,7 +108,7 @@ class Product:
         if self.packed is None: return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, 'none', [], '')
 
-# %% ../../kernels/03a_lean_model.ipynb #c680e6d1
+# %% ../../kernels/03a_lean_model.ipynb #dd6cf7dc
 def _pad(x:torch.Tensor, n:int)->torch.Tensor:
     "Fill up the first axis with zeros, to a multiple of n"
     return F.pad(x, (*[0] * (2 * x.dim() - 1), -len(x) % n))
@@ -132,7 +134,8 @@ class Laid:
         to, self.room = self.room[:x.nbytes].view(x.dtype), self.room[size:]
         return to.copy_(x.flatten()).data_ptr()
 
-    def floats(self, module:torch.nn.Module|None)->int|None:
+    def floats(self, module:Any)->int|None:
+        "A norm's weight, or nothing"
         return None if module is None else self.keep(module.weight.detach().to(torch.float32, copy=True))
 
 # %% ../../kernels/03a_lean_model.ipynb #14d07107
@@ -150,7 +153,7 @@ def matrix(self:Laid,
     return Matrix(self.copy(panels(weight)), address, *weight.shape)
 
 @patch
-def layer(self:Laid, l:torch.nn.Module, asked:AttnLayer, pool:Struct)->Struct:
+def layer(self:Laid, l:Any, asked:AttnLayer, pool:Struct)->Struct:
     a, m, n1, n2 = l.self_attn, l.mlp, l.input_layernorm, l.post_attention_layernorm
     weights = ([a.q_proj, a.k_proj, a.v_proj],), ([a.o_proj],), ([m.gate_proj, m.up_proj], 16), ([m.down_proj], 1, 16)
     norms = n1, n2, getattr(a, 'q_norm', None), getattr(a, 'k_norm', None)
@@ -207,7 +210,7 @@ def __call__(self:LeanModel,
     self.run(ctypes.byref(self.weights), ctypes.byref(step))
     return logits.view(S, self.vocab_size)
 
-# %% ../../kernels/03a_lean_model.ipynb #9e253cc2
+# %% ../../kernels/03a_lean_model.ipynb #7c632b31
 @patch
 def _by_product(self:LeanModel, step:Struct, residual:torch.Tensor, x:torch.Tensor, narrow:torch.Tensor)->torch.Tensor:
     "The same step with oneDNN's products"

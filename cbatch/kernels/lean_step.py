@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['WIDE', 'Matrix', 'LEAN_CPP', 'LeanLayer', 'LeanWeights', 'LeanStep', 'STEP', 'panels']
 
-# %% ../../kernels/03b_lean_step.ipynb #cd4219fa
+# %% ../../kernels/03b_lean_step.ipynb #35125342
 import ctypes, torch
 import torch.nn.functional as F
 from .cpu import ATTENTION_CPP, KVPool
 from ..native import Native, struct
 
-# %% ../../kernels/03b_lean_step.ipynb #d4079247
+# %% ../../kernels/03b_lean_step.ipynb #52bd892b
 WIDE = 48    # columns of a panel, as in the C++
 
 def panels(
@@ -24,7 +24,7 @@ def panels(
 
 Matrix = struct('Matrix', 'const word* panels; const float* bias; int64 outputs inputs')
 
-# %% ../../kernels/03b_lean_step.ipynb #0698cfcb
+# %% ../../kernels/03b_lean_step.ipynb #6313442d
 LEAN_CPP = ATTENTION_CPP + Matrix.cpp + r"""
 #include <chrono>
 #include <sys/mman.h>
@@ -50,7 +50,7 @@ void through(const Matrix& m, const T* x, int64_t p, const word* ahead, int64_t 
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #a4ce58cc
+# %% ../../kernels/03b_lean_step.ipynb #1a7b447a
 LEAN_CPP += r"""
 // save(row, column, lanes) for all of x [tokens, inputs] @ matrix
 template <typename T, typename S> void product(const Matrix& m, const T* x, int64_t tokens, int64_t threads, S save) {
@@ -82,7 +82,7 @@ inline auto add(float* residual, int64_t n) {
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #58ed4b56
+# %% ../../kernels/03b_lean_step.ipynb #c166467a
 LEAN_CPP += r"""
 inline float mean_square(const float* x, int64_t n) {
     float s[16] = {}, t = 0;
@@ -104,7 +104,7 @@ template <typename T> void norm(const float* x, const float* weight, T* out, int
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #82823634
+# %% ../../kernels/03b_lean_step.ipynb #a166f476
 LEAN_CPP += r"""
 template <typename T> void gate(const T* x, T* out, int64_t tokens, int64_t n) {   // x [tokens, 2n]: gate beside up
     #pragma omp for
@@ -131,7 +131,7 @@ inline void rotate(T* p, const float* norm, float eps, const float* cos, const f
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #87e03d8c
+# %% ../../kernels/03b_lean_step.ipynb #e4bf2bb5
 LeanLayer = struct('LeanLayer', """
     Matrix qkv o gate_up down;
     const float* norm1 norm2 q_norm k_norm;
@@ -149,7 +149,7 @@ LeanStep = struct('LeanStep', """
     double* spent;
     int64 tokens rows requests width threads""")
 
-# %% ../../kernels/03b_lean_step.ipynb #693874af
+# %% ../../kernels/03b_lean_step.ipynb #d35e3d79
 LEAN_CPP += LeanLayer.cpp + LeanWeights.cpp + LeanStep.cpp + r"""
 template <typename T> void rotate_write(const LeanWeights& m, const LeanLayer& layer, const LeanStep& s) {
     const int64_t D = m.dim, H = m.heads, K = m.kv_heads;
@@ -170,7 +170,7 @@ inline Step step_of(const LeanWeights& m, const LeanLayer& layer, const LeanStep
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #e9b5a2aa
+# %% ../../kernels/03b_lean_step.ipynb #e2ddb34a
 LEAN_CPP += r"""
 struct Laps {
     typedef std::chrono::steady_clock Clock;
@@ -200,7 +200,7 @@ void through_layer(const LeanWeights& m, const LeanLayer& layer, const LeanStep&
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #59b977a4
+# %% ../../kernels/03b_lean_step.ipynb #94f36c61
 LEAN_CPP += r"""
 template <typename T> void run(const LeanWeights& m, const LeanStep& s) {
     const Items all = items(step_of(m, m.layers[0], s));
@@ -217,13 +217,13 @@ template <typename T> void run(const LeanWeights& m, const LeanStep& s) {
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #6e0b5678
+# %% ../../kernels/03b_lean_step.ipynb #980cc20a
 LEAN_CPP += r"""
 extern "C" void run_f32(const LeanWeights* m, const LeanStep* s) { run<float>(*m, *s); }
 extern "C" void run_bf16(const LeanWeights* m, const LeanStep* s) { run<bf16>(*m, *s); }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #de296c7d
+# %% ../../kernels/03b_lean_step.ipynb #14b76474
 LEAN_CPP += r"""
 template <typename T> void piece(const LeanWeights& m, const LeanStep& s, int64_t i, int what) {
     const LeanLayer& layer = m.layers[i < m.num_layers ? i : 0];
@@ -254,8 +254,9 @@ extern "C" void huge(char* p, int64_t n) {
 }
 """
 
-# %% ../../kernels/03b_lean_step.ipynb #cf06f0cb
+# %% ../../kernels/03b_lean_step.ipynb #c0fcf658
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-_ENTRIES = {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in dict(run=[_P, _P], piece=[_P, _P, _N, _N]).items()}
+_ARGS:dict[str, list] = dict(run=[_P, _P], piece=[_P, _P, _N, _N])
+_ENTRIES:dict[str, list] = {f'{f}_{t}': args for t in ('f32', 'bf16') for f, args in _ARGS.items()}
 STEP = Native('lean', LEAN_CPP, _ENTRIES | dict(huge=[_P, _N]),
               flags=('-ffp-contract=fast', '-fno-math-errno', '-Wno-psabi'))
