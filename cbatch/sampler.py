@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLER_CPP', 'Row', 'FAST', 'sample_native', 'sample']
 
-# %% ../nbs/02d_sampler.ipynb #94a7477c
+# %% ../nbs/02d_sampler.ipynb #bc105e7b
 import ctypes, math
 import numpy as np, torch
 from fastcore.basics import patch
@@ -15,7 +15,7 @@ from .drawing import Sampled, failed, sample_device, sample_torch
 from .native import Native, Struct, struct
 from .sampling import SamplerState, masked_rows
 
-# %% ../nbs/02d_sampler.ipynb #e85cecc9
+# %% ../nbs/02d_sampler.ipynb #830f14e0
 SAMPLER_CPP = '#define LANES 16\n' + PRELUDE + r"""
 constexpr int64_t WIDTH = 128, PARTS = WIDTH / L;             // a block is 8 registers
 inline const V* block(const float* x, int64_t b) { return (const V*)(x + b * WIDTH); }
@@ -37,7 +37,7 @@ float maxima(const float* x, int64_t blocks, float* out) {
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #89baf0e1
+# %% ../nbs/02d_sampler.ipynb #8231277b
 SAMPLER_CPP += r"""
 // exp((x - top) / temperature) where x is above the floor, else 0; `scale` is log2(e) / temperature
 inline V weight(V x, float top, float floor, float scale) { return (V)((U)power((x - top) * scale) & (U)(x > floor)); }
@@ -51,7 +51,7 @@ float mass(const V* v, float top, float floor, float scale) {
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #336716a1
+# %% ../nbs/02d_sampler.ipynb #375e1f98
 SAMPLER_CPP += r"""
 typedef std::pair<float, int32_t> Entry;
 inline bool before(const Entry& a, const Entry& b) {
@@ -76,7 +76,7 @@ void largest(const float* x, const float* max, int64_t blocks, int64_t k, std::v
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #63362ec6
+# %% ../nbs/02d_sampler.ipynb #a83ab2c9
 SAMPLER_CPP += r"""
 // where the running sum of `w` passes its share u of all, and how far into that entry
 template <typename T> int64_t walk(const T* w, int64_t n, double u, double* part) {
@@ -102,7 +102,7 @@ double uniform(uint64_t seed, uint64_t index, uint64_t position, uint64_t attemp
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #fd07e08a
+# %% ../nbs/02d_sampler.ipynb #21f3a535
 Row = struct('Row', """
     uint64 seed index;
     int64 position top_k num_bias num_seen num_always num_stops num_next num_allowed num_logprobs;
@@ -131,6 +131,7 @@ def _new_row(s:SamplerState)->Struct:
     if s.mask is not None: row.mask = _address(s.mask)
     return row
 
+# %% ../nbs/02d_sampler.ipynb #bd9ea49a
 @patch
 def row(self:SamplerState)->Struct:
     "The record of this request, for this step"
@@ -146,7 +147,7 @@ def row(self:SamplerState)->Struct:
         r.next, r.num_next = _address(self.next), len(self.next)
     return r
 
-# %% ../nbs/02d_sampler.ipynb #b24a80af
+# %% ../nbs/02d_sampler.ipynb #4a9c363a
 SAMPLER_CPP += Row.cpp + r"""
 void hold(const uint32_t* mask, float* x, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) {
@@ -178,7 +179,7 @@ void edit(const Row& r, float* x, int64_t n) {
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #bd0aeef7
+# %% ../nbs/02d_sampler.ipynb #25645615
 SAMPLER_CPP += r"""
 int64_t draw(const Row& r, const float* x, const float* max, float top, int64_t blocks, int64_t n) {
     static thread_local std::vector<Entry> best; static thread_local std::vector<double> masses;
@@ -204,7 +205,7 @@ int64_t draw(const Row& r, const float* x, const float* max, float top, int64_t 
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #e1fef09b
+# %% ../nbs/02d_sampler.ipynb #fb11796e
 SAMPLER_CPP += r"""
 void score(Row& r, const float* raw, const float* max, float top, int64_t blocks, int64_t n) {
     static thread_local std::vector<Entry> best;
@@ -226,7 +227,7 @@ void score(Row& r, const float* raw, const float* max, float top, int64_t blocks
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #53b16fce
+# %% ../nbs/02d_sampler.ipynb #056884da
 SAMPLER_CPP += r"""
 template <typename T> void choose(Row& r, const T* logits, int64_t n) {
     static thread_local std::vector<float> given, edited, max, max_raw;
@@ -263,7 +264,7 @@ extern "C" void sample_bf16(Row* rows, int64_t num_rows, const bf16* x, int64_t 
 }
 """
 
-# %% ../nbs/02d_sampler.ipynb #2d349ace
+# %% ../nbs/02d_sampler.ipynb #68d3d713
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 FAST = Native('sampling', SAMPLER_CPP, dict.fromkeys(('sample_f32', 'sample_bf16'), [_P, _N, _P, _N, _N, _I]))
 
