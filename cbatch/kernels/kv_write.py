@@ -26,23 +26,32 @@ def _kv_write(k, v, k_cache, v_cache, slots, k_stride_t, k_stride_h, v_stride_t,
         tl.store(v_cache + to, tl.load(v + t * v_stride_t + h * v_stride_h + d, mask=inside), mask=inside)
 
 # %% ../../kernels/00_kv_write.ipynb #4fbfb76a
+def _refuse(k:torch.Tensor, v:torch.Tensor, k_cache:torch.Tensor, v_cache:torch.Tensor, slots:torch.Tensor)->None:
+    "What the kernel would misread is a ValueError"
+    caches, types = (tuple(x.shape) for x in (k_cache, v_cache)), [x.dtype for x in (k, v, k_cache, v_cache)]
+    if k.dim() != 3 or k.shape != v.shape:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [T, K, D] both")
+    T, K, D = k.shape
+    if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or k_cache.shape[2:] != k.shape[1:]:
+        raise ValueError("caches {} and {} must be [B, block_size, {}, {}] both".format(*caches, K, D))
+    if len(set(types)) > 1: raise ValueError("k is {}, v {}, the caches {} and {}: use one type".format(*types))
+    if slots.shape != (T,) or slots.is_floating_point():
+        raise ValueError(f"slots {tuple(slots.shape)} {slots.dtype} must be [{T}] integers")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()): raise ValueError("the caches must be contiguous")
+    if k.stride(2) != 1 or v.stride(2) != 1: raise ValueError("the last axis of k and v must be contiguous")
+
 def kv_write(
     k:torch.Tensor,       # [T, K, D], last axis contiguous
     v:torch.Tensor,       # [T, K, D], likewise
     k_cache:torch.Tensor, # [B, block_size, K, D], contiguous; written in place
     v_cache:torch.Tensor, # [B, block_size, K, D], likewise
     slots:torch.Tensor,   # [T] int, slot of each token, -1 for padding
-):
+)->None:
     "Write a step's keys and values into their slots"
-    if k.dim() != 3 or k.shape != v.shape: raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [T, K, D] both")
+    _refuse(k, v, k_cache, v_cache, slots)
     T, K, D = k.shape
-    if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or k_cache.shape[2:] != k.shape[1:]:
-        raise ValueError(f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} must be [B, block_size, {K}, {D}] both")
-    if len({x.dtype for x in (k, v, k_cache, v_cache)}) > 1: raise ValueError(f"k is {k.dtype}, v {v.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: use one type")
-    if slots.shape != (T,) or slots.is_floating_point(): raise ValueError(f"slots {tuple(slots.shape)} {slots.dtype} must be [{T}] integers")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()): raise ValueError("the caches must be contiguous")
-    if k.stride(2) != 1 or v.stride(2) != 1: raise ValueError("the last axis of k and v must be contiguous")
     if not T: return
     BK, BD = triton.next_power_of_2(K), triton.next_power_of_2(D)
-    _kv_write[(T,)](k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), K, D, BK, BD,
-                    num_warps=max(1, min(4, BK * BD // 256)))      # 8 numbers a thread: 16 bytes, the widest load
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    warps = max(1, min(4, BK * BD // 256))      # 8 numbers a thread: 16 bytes, the widest load
+    _kv_write[(T,)](k, v, k_cache, v_cache, slots, *strides, K, D, BK, BD, num_warps=warps)

@@ -8,7 +8,8 @@ __all__ = ['paged_prefill']
 # %% ../../kernels/02_paged_prefill.ipynb #39f929f5
 import torch, triton
 import triton.language as tl
-from .paged_decode import _cap, _check, _num_stages, _scale, _softmax_step, _token_offsets
+from .paged_decode import (cap_scores, check_attention, num_stages, scale_and_cap, softmax_step, strides,
+                                         token_offsets)
 
 # %% ../../kernels/02_paged_prefill.ipynb #bca35e77
 @triton.jit
@@ -24,9 +25,9 @@ def _request_of(tile, query_starts, num_requests, BQ: tl.constexpr):
 # %% ../../kernels/02_paged_prefill.ipynb #f64a857c
 @triton.jit(do_not_specialize=['table_stride', 'num_requests'])
 def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, scale, num_requests,
-                   q_stride_t, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_t, out_stride_h,
-                   G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-                   TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
+                   q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_r,
+                   out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
+                   BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     r = _request_of(tile, query_starts, num_requests, BQ)
     begin = tl.load(query_starts + r).to(tl.int32)
@@ -37,39 +38,43 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
         i, head = i0 + m // G, kv_head * G + m % G
         rows, cols = ((m < BQ * G) & (i < num_queries))[:, None], (d < D)[None, :]
         t = (begin + i).to(tl.int64)[:, None]
-        query = tl.load(q + t * q_stride_t + head[:, None] * q_stride_h + d[None, :], mask=rows & cols, other=0.)
+        query = tl.load(q + t * q_stride_r + head[:, None] * q_stride_h + d[None, :], mask=rows & cols, other=0.)
         before = tl.load(seq_lens + r).to(tl.int32) - num_queries   # keys before the request's first query
         end = before + tl.minimum(i0 + BQ, num_queries)             # one more than the last key that this tile sees
         start = tl.maximum(before + i0 + 1 - WINDOW, 0) if WINDOW else 0
         table = block_tables + tl.cast(r, tl.int64) * table_stride
-        top, total, acc = tl.full([BM], -float('inf'), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
+        top, total = tl.full([BM], -float('inf'), tl.float32), tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BD], tl.float32)
         for k0 in range(start // TILE * TILE, end, TILE):
             pos = k0 + tl.arange(0, TILE)
             inside = (pos >= start) & (pos < end)
-            at = kv_head * head_stride + _token_offsets(table, pos, inside, block_stride, slot_stride, BS)
+            at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             scores = tl.dot(query, tl.trans(key)) * scale
-            if CAP is not None: scores = _cap(scores, CAP)
+            if CAP is not None: scores = cap_scores(scores, CAP)
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
             if WINDOW: sees = sees & (pos[None, :] > before + i[:, None] - WINDOW)
-            p, top, total, acc = _softmax_step(tl.where(sees, scores, -float('inf')), top, total, acc)
+            p, top, total, acc = softmax_step(tl.where(sees, scores, -float('inf')), top, total, acc)
             acc = tl.dot(p.to(value.dtype), value, acc)
         acc = acc / tl.where(total == 0, 1., total)[:, None]
-        tl.store(out + t * out_stride_t + head[:, None] * out_stride_h + d[None, :], acc.to(out.dtype.element_ty), mask=rows & cols)
+        to = out + t * out_stride_r + head[:, None] * out_stride_h + d[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=rows & cols)
 
 # %% ../../kernels/02_paged_prefill.ipynb #ee4e8658
-def _config(G:int, BD:int)->tuple:
+def _config(G:int, BD:int)->tuple[int, int, int, int]:
     "Rows (queries x heads of a group) and keys of a tile, warps, stages"
-    return max(64, triton.next_power_of_2(G)), *((32, 4) if BD <= 128 else (16, 8)), 2
+    rows = max(64, triton.next_power_of_2(G))
+    return (rows, 32, 4, 2) if BD <= 128 else (rows, 16, 8, 2)
 
+# %% ../../kernels/02_paged_prefill.ipynb #67a4e17b
 def paged_prefill(
     q:torch.Tensor,            # [T, H, D] packed queries; last axis contiguous
     k_cache:torch.Tensor,      # [B, block_size, K, D]
     v_cache:torch.Tensor,      # [B, block_size, K, D], strides as `k_cache`
     block_tables:torch.Tensor, # [R, W] int32; entries beyond a request's end are not followed
     seq_lens:torch.Tensor,     # [R] int32, keys of each request, those of its queries included
-    query_starts:torch.Tensor, # [R+1] int32: the queries of request r are rows query_starts[r]:query_starts[r+1], its last tokens
+    query_starts:torch.Tensor, # [R+1] int32: request r's are rows query_starts[r]:query_starts[r+1], its last tokens
     scaling:float,             # scores are multiplied by it
     window:int|None=None,      # each query sees this many keys at most, itself included
     softcap:float|None=None,   # scores become softcap * tanh(score / softcap)
@@ -77,14 +82,16 @@ def paged_prefill(
 )->torch.Tensor:               # [T, H, D]; rows for nobody are zeros if `out` is made here
     "Causal attention of any number of queries per request over paged keys and values"
     if out is None: out = q.new_zeros(q.shape)
-    _check(q, k_cache, v_cache, block_tables, seq_lens, out, window)
+    check_attention(q, k_cache, v_cache, block_tables, seq_lens, out, window)
     (T, H, D), (_, bs, K, _), R = q.shape, k_cache.shape, len(seq_lens)
-    if query_starts.shape != (R + 1,): raise ValueError(f"query_starts {tuple(query_starts.shape)} must be [{R + 1}] for {R} requests")
+    if query_starts.shape != (R + 1,):
+        raise ValueError(f"query_starts {tuple(query_starts.shape)} must be [{R + 1}] for {R} requests")
     if not (T and R): return out
     G, BD = H // K, triton.next_power_of_2(D)
     BM, tile, warps, stages = _config(G, BD)
-    _paged_prefill[(T // (BM // G) + R, K)](q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, num_requests=R, **_scale(scaling, softcap),
-        q_stride_t=q.stride(0), q_stride_h=q.stride(1), block_stride=k_cache.stride(0), slot_stride=k_cache.stride(1), head_stride=k_cache.stride(2),
-        table_stride=block_tables.stride(0), out_stride_t=out.stride(0), out_stride_h=out.stride(1),
-        G=G, D=D, BS=bs, BQ=BM // G, BM=BM, BD=BD, TILE=tile, WINDOW=window, num_warps=warps, num_stages=_num_stages(stages))
+    _paged_prefill[(T // (BM // G) + R, K)](
+        q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, num_requests=R,
+        **scale_and_cap(scaling, softcap), **strides(q, k_cache, block_tables, out),
+        G=G, D=D, BS=bs, BQ=BM // G, BM=BM, BD=BD, TILE=tile, WINDOW=window,
+        num_warps=warps, num_stages=num_stages(stages))
     return out
