@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WIDTH', 'WHY', 'Blocks', 'score', 'Sampled', 'failed', 'sample_torch', 'sample_device']
 
-# %% ../nbs/02c_drawing.ipynb #72ab2189
+# %% ../nbs/02c_drawing.ipynb #4afce548
 import itertools, math
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from .core import Logprob, SamplingParams
 from .sampling import SamplerState, cut_tail, edit_logits, uniform
 
-# %% ../nbs/02c_drawing.ipynb #ab67e2e4
+# %% ../nbs/02c_drawing.ipynb #d1e15741
 WIDTH = 128    # tokens of a block
 
 def _rows(x:torch.Tensor, at:torch.Tensor)->torch.Tensor:
@@ -49,7 +49,7 @@ class Blocks:
         vals, i = self.take(rows.repeat_interleave(at.shape[1]), at.flatten()).view(len(rows), -1).topk(k)
         return vals, at.gather(1, i // WIDTH) * WIDTH + i % WIDTH
 
-# %% ../nbs/02c_drawing.ipynb #2c01231b
+# %% ../nbs/02c_drawing.ipynb #05375cd4
 def _weights(b:Blocks, rows, cols, floor, temp)->torch.Tensor:
     "Weights [P, WIDTH] of the tokens of blocks, the likeliest of the row having 1; 0 for tokens not above their floor"
     x, top = b.take(rows, cols), b.top[rows]
@@ -78,7 +78,7 @@ def _walk(mass:torch.Tensor, u:torch.Tensor)->tuple[torch.Tensor, torch.Tensor]:
     here = mass.gather(1, i)
     return i[:, 0], ((t - cdf.gather(1, i) + here) / here).clamp(0, 1)[:, 0]
 
-# %% ../nbs/02c_drawing.ipynb #562eea9a
+# %% ../nbs/02c_drawing.ipynb #9840f1ec
 def _floors(b:Blocks, rows, params:list[SamplingParams], temp, vocab_size:int)->torch.Tensor:
     "What a token of each row must exceed; 20 orders of magnitude below the likeliest if nothing is cut"
     dev = temp.device
@@ -92,7 +92,7 @@ def _floors(b:Blocks, rows, params:list[SamplingParams], temp, vocab_size:int)->
         floor[here] = torch.maximum(floor[here], kth)
     return torch.nextafter(floor, torch.full_like(floor, -math.inf))
 
-# %% ../nbs/02c_drawing.ipynb #1fd489aa
+# %% ../nbs/02c_drawing.ipynb #d1806ad3
 def _keys(states:list[SamplerState])->tuple[list[int], list[int], list[int]]:
     "What `uniform` wants to know of each row"
     return [s.seed for s in states], [len(s.output_ids) for s in states], [s.sample_index for s in states]
@@ -107,7 +107,7 @@ def _first_masses(b:Blocks, rows, floor, temp, params:list[SamplingParams], voca
         if some: mass[at] = masses(b, rows[at], floor[at], temp[at])
     return mass
 
-# %% ../nbs/02c_drawing.ipynb #4fa7bb65
+# %% ../nbs/02c_drawing.ipynb #aaa6702b
 def _draw(b:Blocks, wanted:list[int], states:list[SamplerState], vocab_size:int)->torch.Tensor:
     "Draw a token for each of some rows: ids [R]"
     dev, params = b.max.device, [s.params for s in states]
@@ -131,7 +131,7 @@ def _draw(b:Blocks, wanted:list[int], states:list[SamplerState], vocab_size:int)
         if not len(todo): break
     return ids
 
-# %% ../nbs/02c_drawing.ipynb #dc48a430
+# %% ../nbs/02c_drawing.ipynb #580d773c
 def score(
     logits:torch.Tensor, # [N, V] raw
     tokens:list[int],    # the token of each row
@@ -149,7 +149,7 @@ def score(
             for i in range(n): d.setdefault(best[i], Logprob(xs[i], i + 1))
     return out
 
-# %% ../nbs/02c_drawing.ipynb #7a69db4a
+# %% ../nbs/02c_drawing.ipynb #828e61e2
 @dataclass
 class Sampled:
     "The next token of each row, or None and the reason why it has none"
@@ -166,7 +166,7 @@ def failed(
     "Why a row has no token"
     return WHY[error - 1][1]
 
-# %% ../nbs/02c_drawing.ipynb #093974fa
+# %% ../nbs/02c_drawing.ipynb #e4931aed
 def _sampled(ids:list[int], bad:list[int], scores:dict[int, dict[int, Logprob]])->Sampled:
     "Tokens and scores of the rows where nothing is wrong"
     errors = {i: failed(b) for i, b in enumerate(bad) if b}
@@ -197,7 +197,7 @@ def sample_torch(
     ids = drawn.tolist()
     return _sampled(ids, bad, _scores(raw, ask, ids, states))
 
-# %% ../nbs/02c_drawing.ipynb #0c3aa7be
+# %% ../nbs/02c_drawing.ipynb #e3745eff
 def sample_device(
     logits:torch.Tensor, # [S, V], any float dtype; stays as it is
     states:list[SamplerState],
