@@ -128,6 +128,7 @@ def of_its_own(o): return isinstance(o.value, ast.Name) and o.value.id in ('self
 
 # other libraries' names with an underscore, and why there is no way around each
 FOREIGN = {
+    '_replace': 'a tuple with names, changed; public in spite of its name',
     '_actions': 'argparse lists a parser\'s options nowhere else',
     '_option_string_actions': 'argparse: where a second spelling of an option is entered',
     '_attn_implementation': 'transformers: which attention a model runs',
