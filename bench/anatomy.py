@@ -15,7 +15,7 @@ def decode_ms(a:argparse.Namespace)->dict[str, float]:
     # a stop string makes the text of every step be looked at
     params = SamplingParams(temperature=0, max_tokens=a.warm_up + a.steps + 8, stop='no such text', ignore_eos=True)
     with LLM(a.model, dtype=a.dtype, max_num_seqs=a.requests, max_num_batched_tokens=a.requests * a.prompt_len) as llm:
-        for _ in range(a.requests): llm.add([rng.randrange(100, 40_000) for _ in range(a.prompt_len)], params)
+        for _ in range(a.requests): llm.add([rng.randrange(llm.model.vocab_size) for _ in range(a.prompt_len)], params)
         for _ in range(a.warm_up): llm.step()
         before, start = llm.metrics['spent_s'], llm.clock()
         for _ in range(a.steps): llm.step()

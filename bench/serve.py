@@ -40,26 +40,32 @@ def client():
 def percentiles(xs):
     "p50, p90, p99 and max in ms, linear between neighbours"
     import numpy as np
-    return {f'p{q}': round(1000 * float(np.percentile(xs, q)), 1) for q in (50, 90, 99)} | dict(max=round(1000 * max(xs), 1)) if xs else None
+    return {f'p{q}': round(1000 * float(np.percentile(xs, q)), 1)
+            for q in (50, 90, 99)} | dict(max=round(1000 * max(xs), 1)) if xs else None
 
 def served(llm, prompts, params, **kw):
     "Serve all prompts at once to a client process; what it saw, and CPU s by who spent them"
     from cbatch.server import background
-    bodies = [dict(model='m', prompt=p, temperature=0, max_tokens=sp.max_tokens, ignore_eos=True, stream=True, stream_options=dict(include_usage=True))
+    bodies = [dict(model='m', prompt=p, temperature=0, max_tokens=sp.max_tokens, ignore_eos=True, stream=True,
+                   stream_options=dict(include_usage=True))
               for p, sp in zip(prompts, params)]
     async def loop_cpu(): return time.thread_time()
     with background(llm, 'm', limits=dict(max_waiting=1024), **kw) as server:
         on_loop = lambda: asyncio.run_coroutine_threadsafe(loop_cpu(), server.loop).result()
         loop, own, total = on_loop(), time.thread_time(), time.process_time()
-        out = subprocess.run([sys.executable, __file__, 'client'], input=json.dumps(dict(port=server.sock.getsockname()[1], bodies=bodies)),
+        out = subprocess.run([sys.executable, __file__, 'client'],
+                             input=json.dumps(dict(port=server.sock.getsockname()[1], bodies=bodies)),
                              capture_output=True, text=True, check=True).stdout
         loop, own, total = on_loop() - loop, time.thread_time() - own, time.process_time() - total
     r = json.loads(out)
     ok = [g for g in r['got'] if not g['error']]
     num = sum(g['usage']['completion_tokens'] for g in ok)
-    return r['got'], dict(requests=len(r['got']), failed=len(r['got']) - len(ok), wall_s=r['wall_s'], output_tokens=num, tokens_per_s=num / r['wall_s'],
-        ttft_ms=percentiles([g['times'][0] for g in ok if g['times']]), itl_ms=percentiles([b - a for g in ok for a, b in zip(g['times'], g['times'][1:])]),
-        tpot_ms=percentiles([(g['e2e_s'] - g['times'][0]) / (g['usage']['completion_tokens'] - 1) for g in ok if g['times']
+    return r['got'], dict(requests=len(r['got']), failed=len(r['got']) - len(ok), wall_s=r['wall_s'],
+                          output_tokens=num, tokens_per_s=num / r['wall_s'],
+        ttft_ms=percentiles([g['times'][0] for g in ok if g['times']]),
+                          itl_ms=percentiles([b - a for g in ok for a, b in zip(g['times'], g['times'][1:])]),
+        tpot_ms=percentiles([(g['e2e_s'] - g['times'][0]) / (g['usage']['completion_tokens'] - 1) for g in ok
+                             if g['times']
                              and g['usage']['completion_tokens'] > 1]), e2e_ms=percentiles([g['e2e_s'] for g in ok]),
         cpu_s=dict(event_loop=loop, client=r['cpu_s'], engine=total - loop - own))
 
@@ -77,14 +83,17 @@ def users(lm, quick=False, room_for=20, max_tokens=32):
     prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(8, 48))] for _ in range(n)]
     params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)] * n
     blocks = room_for * -(-(48 + max_tokens) // bs)
-    with LLM(lm, max_num_seqs=32, max_num_batched_tokens=512, num_blocks=1024) as llm: right, _ = alone(llm, prompts, params)
+    with LLM(lm, max_num_seqs=32, max_num_batched_tokens=512, num_blocks=1024) as llm:
+        right, _ = alone(llm, prompts, params)
     with LLM(lm, max_num_seqs=n, max_num_batched_tokens=512, num_blocks=blocks, block_size=bs, watermark=0.) as llm:
         got, facts = served(llm, prompts, params)
         m = llm.metrics
-        return dict(blocks=blocks, **facts, equal=sum(g['text'] == t for g, t in zip(got, right)), preemptions=m['num_preemptions'],
+        return dict(blocks=blocks, **facts, equal=sum(g['text'] == t for g, t in zip(got, right)),
+                    preemptions=m['num_preemptions'],
                     recomputed_tokens=m['num_recomputed_tokens'], blocks_lost=llm.num_blocks - llm.num_free_blocks)
 
-def lengths(rng, n, mean, sigma, lo, hi): return [min(hi, max(lo, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(n)]
+def lengths(rng, n, mean, sigma, lo, hi):
+    return [min(hi, max(lo, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(n)]
 
 def w64(lm, quick=False, n=64):
     "64 requests at once: prompts lognormal of mean 128 (sigma 0.8, 8-512), outputs of mean 96 (sigma 0.8, 4-384), random ids, greedy, 32 slots"
@@ -100,7 +109,8 @@ def w64(lm, quick=False, n=64):
         got, facts = served(llm, prompts, params)
     cpu = facts['cpu_s']
     return dict(**facts, generate=by_hand, equal=sum(g['text'] == t for g, t in zip(got, right)),
-                front_over_engine=(cpu['event_loop'] + cpu['client']) / cpu['engine'], wall_over_generate=facts['wall_s'] / by_hand['wall_s'])
+                front_over_engine=(cpu['event_loop'] + cpu['client']) / cpu['engine'],
+                wall_over_generate=facts['wall_s'] / by_hand['wall_s'])
 
 def main(*names):
     from cbatch import load_model

@@ -40,7 +40,9 @@ float maxima(const float* x, int64_t blocks, float* out) {
 # %% ../nbs/08_sampler.ipynb #8231277b
 SAMPLER_CPP += r"""
 // exp((x - top) / temperature) where x is above the floor, else 0; `scale` is log2(e) / temperature
-inline V weight(V x, float top, float floor, float scale) { return (V)((U)power((x - top) * scale) & (U)(x > floor)); }
+inline V weight(V x, float top, float floor, float scale) {
+    return x > floor ? power((x - top) * scale) : V{};
+}
 
 float mass(const V* v, float top, float floor, float scale) {
     V s = {};

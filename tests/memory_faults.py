@@ -104,7 +104,9 @@ def swapped_in_without_a_copy(put):
 @fault
 def swapped_in_the_wrong_order(put):
     old = Swap.resume
-    def resume(self, s, r, plan): old(self, s, r, plan); plan.swap_in[:] = list(zip([a for a, _ in reversed(plan.swap_in)], [b for _, b in plan.swap_in]))
+    def resume(self, s, r, plan):
+        old(self, s, r, plan)
+        plan.swap_in[:] = list(zip([a for a, _ in reversed(plan.swap_in)], [b for _, b in plan.swap_in]))
     put(Swap, 'resume', resume)
 
 @fault
@@ -138,11 +140,14 @@ def expired_keep_their_blocks(put):
     def expire(self, plan):
         while self.deadlines and self.deadlines[0][0] <= plan.now:
             r = self.deadlines[0][2]; self.deadlines.pop(0)
-            if r in self.running: self.running.remove(r); r.status, r.finish_reason = type(r.status).FINISHED, 'error'; plan.expired.append(r)
+            if r in self.running:
+                self.running.remove(r); r.status, r.finish_reason = type(r.status).FINISHED, 'error'
+                plan.expired.append(r)
     put(Roster, 'expire', expire)
 
 @fault
 def newcomers_take_what_is_promised(put):
     old = Scheduler._why_not
-    def why_not(self, r, n, found, plan): return None if (why := old(self, r, n, found, plan)) and why.why is Why.BLOCKS else why
+    def why_not(self, r, n, found, plan):
+        return None if (why := old(self, r, n, found, plan)) and why.why is Why.BLOCKS else why
     put(Scheduler, '_why_not', why_not)

@@ -17,7 +17,8 @@ from cbatch.token_loop import compare_tokens, generate_ref
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT/'bench'/'records'/'architectures.json'
 NAMED = 'llama qwen2 qwen3 mistral gemma2 gemma3 phi phi3 olmo2 smollm3 granite cohere starcoder2 gpt2 gpt_neox opt mixtral qwen3_moe'.split()
-WINDOWED = dict(mistral={}, mixtral={}, phi3={}, starcoder2={}, gemma2={}, gemma3={}, qwen2=dict(use_sliding_window=True, max_window_layers=1),
+WINDOWED = dict(mistral={}, mixtral={}, phi3={}, starcoder2={}, gemma2={}, gemma3={},
+                qwen2=dict(use_sliding_window=True, max_window_layers=1),
                 qwen3=dict(use_sliding_window=True, max_window_layers=1))
 LONGEST = 14  # tokens of an answer
 
@@ -29,14 +30,16 @@ def model(arch, over=()): return tiny_lm(arch, **dict(over))
 @functools.cache
 def prompts():
     rng = random.Random(0)
-    return [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 4, 5, 6, 9, 13, 16, 17, 23, 31, 40, 64)]   # shorter, as long as and longer than windows of 5 and 16
+    # shorter, as long as and longer than windows of 5 and 16
+    return [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 4, 5, 6, 9, 13, 16, 17, 23, 31, 40, 64)]
 
 @functools.cache
 def oracle(arch, over, prompt):
     "transformers' answer, by its plainest attention: early versions forget soft caps in the fast one"
     lm = model(arch, over)
     plain = replace(lm, hf_model=with_attention(lm.hf_model, 'eager'))
-    return generate_ref(plain, prompts()[prompt], SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)).token_ids
+    return generate_ref(plain, prompts()[prompt], SamplingParams(temperature=0, max_tokens=LONGEST,
+        ignore_eos=True)).token_ids
 
 @functools.cache
 def recorded():
@@ -55,7 +58,8 @@ def run_schedule(arch, over, seed):
     asks = [(rng.randrange(len(prompts())), rng.randint(1, LONGEST)) for _ in range(rng.randint(4, 7))]
     bs, longest = rng.choice([1, 3, 4, 8, 16]), max(len(prompts()[p]) + n for p, n in asks)
     need = -(-longest // bs)
-    llm = LLM(model(arch, over), block_size=bs, num_blocks=need + rng.randint(0, need), max_num_seqs=rng.choice([2, 3, 5, 8]), max_num_batched_tokens=rng.choice([8, 9, 16, 40, 128]),
+    llm = LLM(model(arch, over), block_size=bs, num_blocks=need + rng.randint(0, need),
+              max_num_seqs=rng.choice([2, 3, 5, 8]), max_num_batched_tokens=rng.choice([8, 9, 16, 40, 128]),
               check=True)
     for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[1:] = float('nan')
     todo, done = list(enumerate(asks)), {}
@@ -95,8 +99,11 @@ def test_the_matrix_was_hard():
     total = [outcome(a, o, 6 if not o else 3) for a in (NAMED if recorded() else NAMED[:4]) for o in variants(a)]
     got = {k: sum(t[k] for t in total) for k in total[0]}
     print(got)
-    assert got['equal'] > (1000 if recorded() else 200) and got['ties'] <= .01 * got['equal'] and got['preemptions'] > (50 if recorded() else 5)
-    for a in NAMED[:4] if not recorded() else NAMED: assert len({t for p in range(len(prompts())) for t in oracle(a, (), p)}) > 20, a
+    assert got['equal'] > (1000 if recorded()
+                           else 200) and got['ties'] <= .01 * got['equal'] and got['preemptions'] > (50 if recorded()
+                               else 5)
+    for a in NAMED[:4] if not recorded() else NAMED:
+        assert len({t for p in range(len(prompts())) for t in oracle(a, (), p)}) > 20, a
 
 def record(): return json.loads(RECORD.read_text())
 
@@ -109,13 +116,17 @@ def test_other(arch):
 
 # ---- the tests have teeth
 
-@pytest.mark.parametrize('arch,over,ignored', [('mistral', (), 'window'), ('gemma2', (), 'window'), ('gemma2', (), 'softcap'), ('gemma3', (), 'window'), ('phi3', (('sliding_window', 5),), 'window'),
-                                               ('granite', (), 'scaling'), ('gemma2', (), 'scaling'), ('llama', (), 'order')])
+@pytest.mark.parametrize('arch,over,ignored', [('mistral', (), 'window'), ('gemma2', (), 'window'),
+                                               ('gemma2', (), 'softcap'), ('gemma3', (), 'window'),
+                                               ('phi3', (('sliding_window', 5),), 'window'),
+                                               ('granite', (), 'scaling'), ('gemma2', (), 'scaling'),
+                                               ('llama', (), 'order')])
 def test_what_is_ignored_shows(monkeypatch, arch, over, ignored):
     attend = TorchBackend.attend
     def wrong(self, layer, q, meta, scaling, window=None, softcap=None):
         if ignored == 'order' and layer == 1: layer = 0
-        return attend(self, layer, q, meta, q.shape[-1] ** -.5 if ignored == 'scaling' else scaling, None if ignored == 'window' else window, None if ignored == 'softcap' else softcap)
+        return attend(self, layer, q, meta, q.shape[-1] ** -.5 if ignored == 'scaling' else scaling, None
+                      if ignored == 'window' else window, None if ignored == 'softcap' else softcap)
     monkeypatch.setattr(TorchBackend, 'attend', wrong)
     with pytest.raises(AssertionError): run_schedule(arch, over, 0)
 
@@ -133,17 +144,21 @@ def test_to_the_last_position(arch):
 
 def test_long_positions_by_other_angles_are_not_reached():
     "Beyond the first length, longrope turns everybody by other angles when one request gets there"
-    rope = dict(rope_type='longrope', short_factor=[1.] * 8, long_factor=[4.] * 8, original_max_position_embeddings=32, rope_theta=10000.)
+    rope = dict(rope_type='longrope', short_factor=[1.] * 8, long_factor=[4.] * 8, original_max_position_embeddings=32,
+                rope_theta=10000.)
     lm = tiny_lm('phi3', rope_parameters=rope, original_max_position_embeddings=32, max_position_embeddings=256)
     assert lm.max_len == 32 and LLM(lm).max_model_len == 32
-    assert tiny_lm(rope_parameters=dict(rope_type='yarn', factor=8., rope_theta=10000., original_max_position_embeddings=32), max_position_embeddings=256).max_len == 256
+    assert tiny_lm(rope_parameters=dict(rope_type='yarn', factor=8., rope_theta=10000.,
+                                        original_max_position_embeddings=32),
+                   max_position_embeddings=256).max_len == 256
 
 # ---- heads and ends
 
 def test_head_wider_than_the_tokenizer():
     "Ids that the tokenizer does not know may be sampled; they have no text"
     with LLM(tiny_lm(vocab_size=400)) as llm:
-        out = llm.generate(['abc'] * 8, SamplingParams(temperature=5, max_tokens=40, seed=3, ignore_eos=True), use_tqdm=False)
+        out = llm.generate(['abc'] * 8, SamplingParams(temperature=5, max_tokens=40, seed=3, ignore_eos=True),
+                           use_tqdm=False)
         ids = out[0].outputs[0].token_ids
         assert max(ids) >= 258 and out[0].outputs[0].text == llm.tokenizer.decode([i for i in ids if i < 256])
 
@@ -161,9 +176,12 @@ def test_ends_of_the_generation_config(eos):
 
 # ---- refusals
 
-REFUSED = dict(bloom='attention interface', falcon='attention interface', mpt='attention interface', stablelm='attention interface', t5='encoder-decoder', bart='encoder-decoder',
-               mamba='recurrent state', jamba='recurrent state', qwen3_next='recurrent state', bert='looks both ways', roberta='looks both ways', llama4_text='chunked_attention',
-               gpt_oss='passes s_aux', deepseek_v3='keys of 192 numbers and values of 128', diffllama='attends more than once', gemma4_text='keys of several shapes', moshi='keeps another window')
+REFUSED = dict(bloom='attention interface', falcon='attention interface', mpt='attention interface',
+               stablelm='attention interface', t5='encoder-decoder', bart='encoder-decoder',
+               mamba='recurrent state', jamba='recurrent state', qwen3_next='recurrent state', bert='looks both ways',
+               roberta='looks both ways', llama4_text='chunked_attention',
+               gpt_oss='passes s_aux', deepseek_v3='keys of 192 numbers and values of 128',
+               diffllama='attends more than once', gemma4_text='keys of several shapes', moshi='keeps another window')
 
 @pytest.mark.parametrize('arch', REFUSED)
 def test_refused_before_weights(tmp_path, arch):
@@ -172,8 +190,10 @@ def test_refused_before_weights(tmp_path, arch):
     AutoConfig.for_model(arch).save_pretrained(tmp_path)
     with pytest.raises(CannotServe, match=f"^{arch}: can't be run, because .*{REFUSED[arch]}"): load_model(tmp_path)
 
-@pytest.mark.parametrize('arch,over,why', [('doge', {}, 'mask that its keywords'), ('nemotron', dict(num_key_value_heads=4), 'not given the keywords'),
-                                           ('lfm2', dict(layer_types=['conv', 'full_attention', 'conv']), 'type conv'), ('gpt_oss', {}, 's_aux')])
+@pytest.mark.parametrize('arch,over,why', [('doge', {}, 'mask that its keywords'),
+                                           ('nemotron', dict(num_key_value_heads=4), 'not given the keywords'),
+                                           ('lfm2', dict(layer_types=['conv', 'full_attention', 'conv']), 'type conv'),
+                                           ('gpt_oss', {}, 's_aux')])
 def test_refused_objects(arch, over, why):
     if not recorded(): pytest.skip('recorded with another version of transformers')
     with pytest.raises(CannotServe, match=why): LLM(tiny_lm(arch, **over))
@@ -210,13 +230,15 @@ def test_rows_that_depend_on_their_neighbours(monkeypatch):
 def test_positions_of_its_own(monkeypatch):
     from transformers.models.llama import modeling_llama as ml
     rot = ml.LlamaRotaryEmbedding.forward
-    monkeypatch.setattr(ml.LlamaRotaryEmbedding, 'forward', lambda self, x, position_ids: rot(self, x, torch.arange(x.shape[1])[None]))
+    monkeypatch.setattr(ml.LlamaRotaryEmbedding, 'forward', lambda self, x,
+                        position_ids: rot(self, x, torch.arange(x.shape[1])[None]))
     with pytest.raises(CannotServe, match='more than a token and its position'): tiny_lm().layers
 
 # ---- random weights
 
 def test_dummy_from_a_configuration():
-    config = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4)
     state = torch.random.get_rng_state()
     a, b = (load_model(config, 'bfloat16', load_format='dummy') for _ in 'ab')
     assert torch.random.get_rng_state().equal(state) and a.dtype == torch.bfloat16
@@ -224,7 +246,9 @@ def test_dummy_from_a_configuration():
     with pytest.raises(ValueError, match="load_format='dummy'"): load_model(config)
     with pytest.raises(ValueError, match="load_format='none'"): load_model(config, load_format='none')
     with pytest.raises(CannotServe, match='bloom'): load_model(AutoConfig.for_model('bloom'), load_format='dummy')
-    with LLM(config, load_format='dummy') as llm: assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 5
+    with LLM(config, load_format='dummy') as llm:
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True),
+                                use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 @pytest.mark.parametrize('with_tokenizer', [False, True])
 def test_dummy_from_a_folder(tmp_path, with_tokenizer):
@@ -244,7 +268,8 @@ def test_dummy_from_a_hub_id(tmp_path):
     (snap.parent.parent/'refs'/'main').write_text('0' * 40)
     tiny_lm('llama').hf_model.config.save_pretrained(snap)
     code = "from cbatch.loading import *; lm = load_model('some/model', load_format='dummy'); print(lm.name, len(lm.layers), lm.tokenizer)"
-    r = subprocess.run([sys.executable, '-c', code], env=os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='1'), capture_output=True, text=True)
+    r = subprocess.run([sys.executable, '-c', code], env=os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='1'),
+                       capture_output=True, text=True)
     assert r.stdout.strip() == 'some/model, random weights 3 None', r.stderr
 
 # ---- the record, and the table that is drawn from it
@@ -256,7 +281,8 @@ def describe(arch, schedules, deep):
     except CannotServe as e: return row | dict(refused=str(e).partition('because ')[2])
     except Exception as e: return row | dict(not_tried=f'its default configuration is no model: {type(e).__name__}')
     try:
-        with torch.device('meta'): n = sum(p.numel() for p in AutoModelForCausalLM.from_config(small_config(arch)).parameters())
+        with torch.device('meta'):
+            n = sum(p.numel() for p in AutoModelForCausalLM.from_config(small_config(arch)).parameters())
         if n > 1e7: return row | dict(not_tried='it has parts beside the text model that do not get small')
         lm = model(arch)
     except Exception as e: return row | dict(not_tried=f'no small one could be made: {type(e).__name__}')
@@ -265,7 +291,8 @@ def describe(arch, schedules, deep):
     except Exception as e: return row | dict(not_tried=f'asking the small one failed: {type(e).__name__}')
     runs = [(over, outcome(arch, over, schedules if not over else 3)) for over in (variants(arch) if deep else [()])]
     windows, caps = sorted({l.window for l in layers if l.window}), sorted({l.softcap for l in layers if l.softcap})
-    row |= dict(cls=type(lm.hf_model).__name__, params=sum(p.numel() for p in lm.hf_model.parameters()), windows=windows, softcaps=caps)
+    row |= dict(cls=type(lm.hf_model).__name__, params=sum(p.numel() for p in lm.hf_model.parameters()),
+                windows=windows, softcaps=caps)
     return row | {k: sum(r[k] for _, r in runs) for k in ('equal', 'ties', 'preemptions', 'schedules')}
 
 def write_record():
@@ -274,29 +301,37 @@ def write_record():
         rows.append(describe(arch, 6 if arch in NAMED else 3, arch in NAMED)); print(rows[-1], flush=True)
     versions = {p: version(p) for p in ('torch', 'transformers')} | dict(python=sys.version.split()[0])
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(dict(command='python tests/test_architectures.py', versions=versions, architectures=rows), indent=1) + '\n')
+    RECORD.write_text(json.dumps(dict(command='python tests/test_architectures.py', versions=versions,
+                                      architectures=rows), indent=1) + '\n')
 
 def test_record_is_fresh():
     "The record tells of what these tests run, and of nothing that they contradict"
     rows = {r['arch']: r for r in record()['architectures']}
-    for a in NAMED: assert rows[a]['equal'] > 0 and rows[a]['schedules'] == sum(6 if not o else 3 for o in variants(a)), a
+    for a in NAMED:
+        assert rows[a]['equal'] > 0 and rows[a]['schedules'] == sum(6 if not o else 3 for o in variants(a)), a
     if not recorded(): pytest.skip('recorded with another version of transformers')
     assert set(rows) == set(ALL)
     for a, why in REFUSED.items():
         if a in rows: assert why in rows[a]['refused'], a
     for a in NAMED:
         lm = model(a)
-        assert (rows[a]['cls'], rows[a]['params']) == (type(lm.hf_model).__name__, sum(p.numel() for p in lm.hf_model.parameters())), a
+        assert (rows[a]['cls'], rows[a]['params']) == (type(lm.hf_model).__name__,
+                                                       sum(p.numel() for p in lm.hf_model.parameters())), a
 
 def test_the_notebooks_table_is_the_records():
     "Each row of the record stands in the stored output of nbs/02_model.ipynb as it is now"
     nb = json.loads((ROOT/'nbs'/'02_model.ipynb').read_text(encoding='utf-8'))
     shown = ''.join(''.join(o.get('data', {}).get('text/html', '')) for c in nb['cells'] for o in c.get('outputs', []))
     for r in record()['architectures']:
-        cells = [r['arch'], r['cls'], f"{r['params']:,}", f"{r['equal'] + r['ties']}", f"{r['ties']}"] if 'equal' in r else None
+        cells = [r['arch'], r['cls'], f"{r['params']:,}", f"{r['equal'] + r['ties']}",
+                 f"{r['ties']}"] if 'equal' in r else None
         if cells:
             row = next((l for l in shown.split('<tr>') if l.startswith(f"<td>{r['arch']}</td>")), '')
-            assert all(f'<td>{c}</td>' in row for c in cells), f"{r['arch']}: run `python tools/run_nbs.py nbs/02_model.ipynb`"
-        else: assert r['arch'] in shown and (r.get('refused') or r['not_tried']).split(', ')[0][:40] in shown.replace('&#x27;', "'"), r['arch']
+            assert all(f'<td>{c}</td>' in row
+                       for c in cells), f"{r['arch']}: run `python tools/run_nbs.py nbs/02_model.ipynb`"
+        else:
+            assert r['arch'] in shown and (r.get('refused')
+                                           or r['not_tried']).split(', ')[0][:40] in shown.replace('&#x27;',
+                                               "'"), r['arch']
 
 if __name__ == '__main__': logging.disable(); write_record()

@@ -27,7 +27,8 @@ def scripted(engine, tiny, monkeypatch):
             out = run(plan)
             for i in out.sampled:
                 r = llm.requests[i].request
-                if (told := says.get(tuple(r.prompt_ids))) is not None: out.sampled[i] = told[len(r.output_ids):][:1] or [256]
+                if (told := says.get(tuple(r.prompt_ids))) is not None:
+                    out.sampled[i] = told[len(r.output_ids):][:1] or [256]
             return out
         run = llm.execute
         monkeypatch.setattr(llm, 'execute', execute)
@@ -45,7 +46,8 @@ def test_a_prompt_larger_than_the_pool(engine, tiny):
     "1,002 tokens fit the model's 1,024 positions, but not 49 blocks of 16: refused at once, whoever comes next is served"
     llm = engine(block_size=16, num_blocks=49, max_num_batched_tokens=512)
     with pytest.raises(CapacityError): llm.add([3] * 1002, sp(max_tokens=2))
-    with pytest.warns(UserWarning, match='784'): wide = engine(block_size=16, num_blocks=49, max_model_len=1024)   # asked for more than there is
+    # asked for more than there is
+    with pytest.warns(UserWarning, match='784'): wide = engine(block_size=16, num_blocks=49, max_model_len=1024)
     with pytest.raises(CapacityError, match='pool of 784'): wide.add([3] * 1002, sp(max_tokens=2))
     for e in (llm, wide):
         assert not e.has_unfinished
@@ -91,7 +93,8 @@ def test_the_same_id_twice(engine, tiny):
         llm.step()
     outs = []
     while llm.has_unfinished: outs += [o for o in llm.step() if o.finished]
-    assert [(o.request_id, o.outputs[0].token_ids) for o in outs] == [(i, solo(tiny, NEXT, sp()).token_ids) for i in 'xy']
+    assert [(o.request_id, o.outputs[0].token_ids) for o in outs] == [(i, solo(tiny, NEXT, sp()).token_ids)
+        for i in 'xy']
     assert llm.add([1], sp(), request_id='x') == 'x' and llm.abort('x')
     ends_well(llm, tiny)
 
@@ -100,14 +103,17 @@ def test_stop_strings_over_several_tokens(scripted, tiny):
     "The text ends before the stop string, wherever the tokens split it; what was held back in vain comes out"
     abc, paris = 'ABCDEFGHIJKLMNOPQRSTUVWXYZ', ' the city of Paris, of course.'
     llm = scripted({'abc': abc, 'The capital of France is': paris})
-    for stop, text, which in [(['DEFGHIJ'], 'ABC', 'DEFGHIJ'), (['DEFX', 'DEFGY'], abc, None), (['DEFGHIJ', 'DEF'], 'ABC', 'DEF'), (['EFG', 'DEFGHIJ'], 'ABCD', 'EFG'),
-                              (['YZ!', 'Z?'], abc, None), (['ABCDEFG'], '', 'ABCDEFG'), (['Z'], abc[:-1], 'Z'), (['CDE', 'BCDEF', 'ABX'], 'AB', 'CDE')]:
+    for stop, text, which in [(['DEFGHIJ'], 'ABC', 'DEFGHIJ'), (['DEFX', 'DEFGY'], abc, None),
+                              (['DEFGHIJ', 'DEF'], 'ABC', 'DEF'), (['EFG', 'DEFGHIJ'], 'ABCD', 'EFG'),
+                              (['YZ!', 'Z?'], abc, None), (['ABCDEFG'], '', 'ABCDEFG'), (['Z'], abc[:-1], 'Z'),
+                              (['CDE', 'BCDEF', 'ABX'], 'AB', 'CDE')]:
         pieces, c = told(llm, 'abc', sp(max_tokens=26, stop=stop))
         assert (c.text, c.stop_reason, c.finish_reason) == (text, which, 'stop' if which else 'length')
     assert told(llm, 'abc', sp(max_tokens=26, stop=['DEF'], include_stop_str_in_output=True))[1].text == 'ABCDEF'
     pieces, c = told(llm, 'The capital of France is', sp(max_tokens=40, stop='Pari'))
     assert c.text == ' the city of ' and len(c.token_ids) == len(' the city of Pari')
-    assert [p for p in told(llm, 'abc', sp(max_tokens=26, stop=['DEX']))[0]] == ['A', 'B', 'C', 'DEF', *'GHIJKLMNOPQRSTUVWXYZ']
+    assert [p for p in told(llm, 'abc', sp(max_tokens=26, stop=['DEX']))[0]] == ['A', 'B', 'C', 'DEF',
+        *'GHIJKLMNOPQRSTUVWXYZ']
     ends_well(llm, tiny)
 
 # 12
@@ -132,18 +138,23 @@ def test_four_samples(engine, tiny):
     params = dict(seed=7, temperature=1, max_tokens=6)
     def ask(n, *mates):
         llm = engine()
-        outs = llm.generate([[1, 2, 3], *mates], [sp(n=n, **params), *[sp(temperature=.5, seed=1)] * len(mates)], use_tqdm=False)
+        outs = llm.generate([[1, 2, 3], *mates], [sp(n=n, **params), *[sp(temperature=.5, seed=1)] * len(mates)],
+                            use_tqdm=False)
         ends_well(llm, tiny)
         return [c.token_ids for c in outs[0].outputs]
     four = ask(4)
-    assert len(set(map(tuple, four))) == 4 and ask(4) == four and ask(2) == four[:2] and ask(4, [1, 2, 3], [9] * 20) == four and ask(1) == four[:1]
+    assert len(set(map(tuple, four))) == 4 and ask(4) == four and ask(2) == four[:2] and ask(4, [1, 2, 3],
+        [9] * 20) == four and ask(1) == four[:1]
     assert four == [generate_ref(tiny, [1, 2, 3], sp(**params), sample_index=i).token_ids for i in range(4)]
 
 # 14
-@pytest.mark.parametrize('prompt,kw', [([], {}), ('', {}), ([1], dict(logit_bias={258: 5.})), ([1], dict(logit_bias={10**6: 5.})), ([1], dict(stop_token_ids=[258])), ([258], {})], ids=repr)
+@pytest.mark.parametrize('prompt,kw', [([], {}), ('', {}), ([1], dict(logit_bias={258: 5.})),
+                                       ([1], dict(logit_bias={10**6: 5.})), ([1], dict(stop_token_ids=[258])),
+                                       ([258], {})], ids=repr)
 def test_nothing_to_start_from_and_ids_that_do_not_exist(engine, tiny, prompt, kw):
     llm = engine()
-    with pytest.raises(ValueError, match='empty prompt|vocabulary of 258'): llm.generate([prompt], sp(**kw), use_tqdm=False)
+    with pytest.raises(ValueError, match='empty prompt|vocabulary of 258'):
+        llm.generate([prompt], sp(**kw), use_tqdm=False)
     ends_well(llm, tiny)
 
 def test_the_last_id_of_the_vocabulary_can_be_biased(engine, tiny):
@@ -157,8 +168,10 @@ def test_what_stop_may_be(scripted, tiny):
     "Absent, None and an empty list are alike, and none of them silences the end-of-sequence id; a string is a list of one; an empty string is refused"
     llm = scripted({'p': 'one X two'})
     params = dict(temperature=0, max_tokens=30)
-    answers = [told(llm, 'p', SamplingParams(**params, **kw))[1] for kw in ({}, dict(stop=None), dict(stop=[]), dict(stop='X'), dict(stop=['X']))]
-    assert [c.text for c in answers] == ['one X two'] * 3 + ['one '] * 2 and {c.finish_reason for c in answers} == {'stop'}
+    answers = [told(llm, 'p', SamplingParams(**params, **kw))[1]
+               for kw in ({}, dict(stop=None), dict(stop=[]), dict(stop='X'), dict(stop=['X']))]
+    assert [c.text for c in answers] == ['one X two'] * 3 + ['one '] * 2 and {c.finish_reason
+        for c in answers} == {'stop'}
     assert [c.stop_reason for c in answers] == [256] * 3 + ['X'] * 2
     for bad in ('', [''], ['X', '']):
         with pytest.raises(ValueError): SamplingParams(stop=bad)
@@ -170,9 +183,13 @@ SAYING = ' the cat sat on the mat; the  한 cat, naïvely, sat\n on  the other m
 def trained(kind):
     "A tokenizer that learned its pieces from one sentence: bytes below, as GPT-2's, or words that begin with a mark, as Llama's"
     tok = Tokenizer(models.BPE(unk_token=None if kind == 'bytes' else '<unk>'))
-    tok.pre_tokenizer, tok.decoder = (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()) if kind == 'bytes' else (pre_tokenizers.Metaspace(), decoders.Metaspace())
-    tok.train_from_iterator([SAYING], trainers.BpeTrainer(vocab_size=310, min_frequency=1, special_tokens=['</s>', '<unk>'], show_progress=False,
-                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if kind == 'bytes' else []))
+    tok.pre_tokenizer, tok.decoder = (pre_tokenizers.ByteLevel(add_prefix_space=False),
+                                      decoders.ByteLevel()) if kind == 'bytes' else (pre_tokenizers.Metaspace(),
+                                          decoders.Metaspace())
+    tok.train_from_iterator([SAYING], trainers.BpeTrainer(vocab_size=310, min_frequency=1,
+                                                          special_tokens=['</s>', '<unk>'], show_progress=False,
+                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+                                                          if kind == 'bytes' else []))
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='</s>', clean_up_tokenization_spaces=False)
 
 @pytest.mark.parametrize('kind', ['bytes', 'pieces'])
@@ -201,7 +218,8 @@ def test_log_probabilities_with_and_without_others(engine, tiny):
         if k is None: assert (c.logprobs, c.cumulative_logprob, o.prompt_logprobs) == (None, None, None); continue
         assert o.prompt_logprobs[0] is None
         for scores, tokens in (c.logprobs, ids), (o.prompt_logprobs[1:], NEXT[1:]):
-            assert [next(iter(d)) for d in scores] == tokens and all(len(d) == k + (d[t].rank > k) if k else len(d) == 1 for d, t in zip(scores, tokens))
+            assert [next(iter(d)) for d in scores] == tokens and all(len(d) == k + (d[t].rank > k) if k
+                else len(d) == 1 for d, t in zip(scores, tokens))
     for kw in dict(logprobs=-1), dict(logprobs=21), dict(logprobs=True), dict(logprobs=1.5), dict(prompt_logprobs=-1), dict(prompt_logprobs='all'):
         with pytest.raises(ValueError, match=next(iter(kw))): SamplingParams(**kw)
     ends_well(llm, tiny)
@@ -219,7 +237,8 @@ def test_the_last_token_allowed(scripted, engine, tiny, k):
     c = one(llm, 'p', params)
     assert (c.finish_reason, c.stop_reason, c.token_ids) == ('stop', 256, script)
     assert one(llm, 'p', sp(max_tokens=k)).finish_reason == 'length'       # ignore_eos
-    c = one(llm, 'q', sp(max_tokens=k, stop='A' * k))                     # the last token allowed completes a stop string
+    # the last token allowed completes a stop string
+    c = one(llm, 'q', sp(max_tokens=k, stop='A' * k))
     assert (c.finish_reason, c.stop_reason, c.text) == ('stop', 'A' * k, '')
     llm.add('p', params, request_id='x')
     reasons = [o.outputs[0].finish_reason for _ in range(k + 3) for o in llm.step()]

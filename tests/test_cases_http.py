@@ -25,7 +25,8 @@ def says(w, monkeypatch):
             out = run(plan)
             for i in out.sampled:
                 r = w.llm.requests[i][0]
-                if (ids := told.get(tuple(r.prompt_ids))) is not None: out.sampled[i] = [ids[len(r.output_ids)] if len(r.output_ids) < len(ids) else 256]
+                if (ids := told.get(tuple(r.prompt_ids))) is not None:
+                    out.sampled[i] = [ids[len(r.output_ids)] if len(r.output_ids) < len(ids) else 256]
             return out
         monkeypatch.setattr(w.llm, 'execute', execute)
     return make
@@ -35,7 +36,8 @@ def both(w, prompt, **kw):
     whole, = w.complete(prompt, **dict(ignore_eos=False) | kw).json['choices']
     frames = w.complete(prompt, stream=True, **dict(ignore_eos=False) | kw).frames
     pieces = [f['choices'][0]['text'] for f in frames if f['choices'][0]['text']]
-    assert ''.join(pieces) == whole['text'] and [f['choices'][0]['finish_reason'] for f in frames].count(None) == len(frames) - 1
+    assert ''.join(pieces) == whole['text'] and [f['choices'][0]['finish_reason']
+                                                 for f in frames].count(None) == len(frames) - 1
     assert frames[-1]['choices'][0]['finish_reason'] == whole['finish_reason']
     return pieces, whole
 
@@ -54,7 +56,8 @@ def test_case_10_eight_streams_drop(tiny):
 def test_case_11_stop_strings(w, says):
     abc = 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'
     says({'abc': abc, 'The capital of France is': ' the city of Paris, of course.'})
-    for stop, text, why in [(['DEFGHIJ'], 'ABC', 'stop'), (['DEFX', 'DEFGY'], abc, 'length'), (['DEFGHIJ', 'DEF'], 'ABC', 'stop'),
+    for stop, text, why in [(['DEFGHIJ'], 'ABC', 'stop'), (['DEFX', 'DEFGY'], abc, 'length'),
+                            (['DEFGHIJ', 'DEF'], 'ABC', 'stop'),
                             (['EFG', 'DEFGHIJ'], 'ABCD', 'stop'), (['YZ!'], abc, 'length'), (['Z'], abc[:-1], 'stop')]:
         _, c = both(w, 'abc', max_tokens=26, stop=stop)
         assert (c['text'], c['finish_reason']) == (text, why)
@@ -76,7 +79,8 @@ def test_case_12_characters_over_tokens(w, says, text):
 
 def test_case_13_four_samples(w):
     "They differ, the set repeats, and the i-th depends neither on n nor on who else is there"
-    samples = lambda n, **kw: [c['text'] for c in sorted(w.complete('Hello', n=n, seed=7, temperature=1, max_tokens=12, **kw).json['choices'],
+    samples = lambda n, **kw: [c['text'] for c in sorted(w.complete('Hello', n=n, seed=7, temperature=1, max_tokens=12,
+        **kw).json['choices'],
                                                          key=lambda c: c['index'])]
     four = samples(4)
     assert len(set(four)) == 4 and samples(4) == four and samples(2) == four[:2] and samples(1) == four[:1]
@@ -85,16 +89,20 @@ def test_case_13_four_samples(w):
     assert samples(3) == four[:3]
     for t in others: t.join()
 
-@pytest.mark.parametrize('kw,param', [(dict(prompt=''), 'prompt'), (dict(prompt=[]), 'prompt'), (dict(prompt='x', logit_bias={'258': 1}), 'logit_bias'),
-                                      (dict(prompt='x', stop_token_ids=[258]), 'stop_token_ids'), (dict(prompt=[258]), 'prompt')], ids=str)
+@pytest.mark.parametrize('kw,param', [(dict(prompt=''), 'prompt'), (dict(prompt=[]), 'prompt'),
+                                      (dict(prompt='x', logit_bias={'258': 1}), 'logit_bias'),
+                                      (dict(prompt='x', stop_token_ids=[258]), 'stop_token_ids'),
+                                      (dict(prompt=[258]), 'prompt')], ids=str)
 def test_case_14_nothing_to_start_from(w, kw, param):
     r = w.complete(**kw)
     assert r.status == 400 and r.error['param'] == param
 
 def test_case_15_what_stop_may_be(w, says):
     says({'p': 'one X two'})
-    answers = [both(w, 'p', max_tokens=30, **kw)[1] for kw in ({}, dict(stop=None), dict(stop=[]), dict(stop='X'), dict(stop=['X']))]
-    assert [c['text'] for c in answers] == ['one X two'] * 3 + ['one '] * 2 and {c['finish_reason'] for c in answers} == {'stop'}
+    answers = [both(w, 'p', max_tokens=30, **kw)[1] for kw in ({}, dict(stop=None), dict(stop=[]), dict(stop='X'),
+                                                               dict(stop=['X']))]
+    assert [c['text'] for c in answers] == ['one X two'] * 3 + ['one '] * 2 and {c['finish_reason']
+        for c in answers} == {'stop'}
     for bad in ('', ['']): assert w.complete('p', stop=bad).error['param'] == 'stop'
 
 @pytest.mark.parametrize('kind', ['bytes', 'metaspace_bpe', 'fallback_bpe'])
@@ -108,24 +116,29 @@ def test_case_16_tokenizers(kind):
             ids = ref(model, prompt, 20).token_ids
             pieces, c = both(w, prompt, max_tokens=20)
             assert c['text'] == decode(tok, [i for i in ids if i < len(tok)])
-        assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=tok.encode(' ab', add_special_tokens=False))).status == 200
+        assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=tok.encode(' ab',
+            add_special_tokens=False))).status == 200
         w.complete(logprobs=2); w.rests()
 
 def test_case_17_logprobs_forms(w):
     t = w.chat(logprobs=True).json['choices'][0]['logprobs']['content']
     assert len(t) == 6 and all(x['top_logprobs'] == [] and x['logprob'] <= 0 and x['bytes'] for x in t)
-    for kw in (dict(top_logprobs=2), dict(logprobs=False, top_logprobs=2)): assert w.chat(**kw).error['param'] == 'top_logprobs'
+    for kw in (dict(top_logprobs=2), dict(logprobs=False, top_logprobs=2)):
+        assert w.chat(**kw).error['param'] == 'top_logprobs'
     assert w.chat().json['choices'][0]['logprobs'] is None
-    streamed = [x for f in w.chat(logprobs=True, stream=True).frames for c in f['choices'] if c['logprobs'] for x in c['logprobs']['content']]
+    streamed = [x for f in w.chat(logprobs=True, stream=True).frames for c in f['choices'] if c['logprobs']
+                for x in c['logprobs']['content']]
     assert streamed == t
 
 def test_case_18_stream_options(w):
     bills = lambda **kw: [f for f in w.chat(stream=True, **kw).frames if f['choices'] == []]
     assert bills() == bills(stream_options=None) == bills(stream_options={}) == bills(stream_options=dict(include_usage=False)) == []
     bill, = bills(stream_options=dict(include_usage=True))
-    assert bill['usage'] == w.chat().json['usage'] and w.chat(stream=True, stream_options=dict(include_usage=True)).frames[-1]['choices'] == []
+    assert bill['usage'] == w.chat().json['usage'] and w.chat(stream=True,
+                                                              stream_options=dict(include_usage=True)).frames[-1]['choices'] == []
     assert all(f['usage'] is None for f in w.chat(stream=True, stream_options=dict(include_usage=True)).frames[:-1])
-    for kw in (dict(stream_options=dict(include_usage=True)), dict(stream=False, stream_options={})): assert w.chat(**kw).error['param'] == 'stream_options'
+    for kw in (dict(stream_options=dict(include_usage=True)), dict(stream=False, stream_options={})):
+        assert w.chat(**kw).error['param'] == 'stream_options'
     assert w.chat(stream=True, stream_options=dict(include_usage='yes')).error['param'] == 'stream_options'
 
 def test_case_19_the_last_token(w, says):

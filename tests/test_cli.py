@@ -32,8 +32,10 @@ def folder(tmp_path_factory):
 def demo(folder, tmp_path, monkeypatch):
     "Run `cbatch demo` on the tiny model, everybody in a hurry and content with little"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(people, 'QUESTIONS', re.sub(r'^(\S+) (\d+)', lambda m: f'{m[1]} {int(m[2]) // 4}', people.QUESTIONS, flags=re.M))
-    return lambda *args: main(['demo', '--model', str(folder), '--rate', '1000', '--max-num-seqs', '12', '--report', 'r.html', *args])
+    monkeypatch.setattr(people, 'QUESTIONS', re.sub(r'^(\S+) (\d+)', lambda m: f'{m[1]} {int(m[2]) // 4}',
+                                                    people.QUESTIONS, flags=re.M))
+    return lambda *args: main(['demo', '--model', str(folder), '--rate', '1000', '--max-num-seqs', '12', '--report',
+                               'r.html', *args])
 
 # --- the command line
 
@@ -43,14 +45,17 @@ def fresh(*args):
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd='/')
     return r.returncode, r.stdout, r.stderr
 
-@pytest.mark.parametrize('args,code,said', [((), 0, ''), (('--help',), 0, ''), (('--version',), 0, ''), (('dmeo',), 2, "no command 'dmeo'"),
-    (('demo', '--policies', 'static,statc'), 2, "policy='statc'"), (('demo', '--report', '/no/such/place/r.html'), 2, 'no folder'),
+@pytest.mark.parametrize('args,code,said', [((), 0, ''), (('--help',), 0, ''), (('--version',), 0, ''),
+                                            (('dmeo',), 2, "no command 'dmeo'"),
+    (('demo', '--policies', 'static,statc'), 2, "policy='statc'"),
+                                            (('demo', '--report', '/no/such/place/r.html'), 2, 'no folder'),
     (('demo', '--rate', '0'), 2, 'rate=0'), (('replay', '/no/such/trace.jsonl'), 2, 'No such file')])
 def test_answers_at_once_without_torch(args, code, said):
     rc, out, err = fresh(*args)
     assert rc == code and said in err and 'Traceback' not in err
     assert not {'torch', 'transformers', 'matplotlib'} & set(out.split())
-    if code == 0 or said.startswith('no command'): assert 'cbatch' in out + err and ('demo' in out + err or '--version' in args)
+    if code == 0 or said.startswith('no command'):
+        assert 'cbatch' in out + err and ('demo' in out + err or '--version' in args)
 
 def test_options_are_argparse_s_business(capsys):
     for bad in (['demo', '--seeed', '3'], ['demo', '--seed', 'x'], ['replay']):
@@ -59,7 +64,8 @@ def test_options_are_argparse_s_business(capsys):
     with pytest.raises(SystemExit) as e: main(['demo', '--help'])
     out = capsys.readouterr().out
     assert e.value.code == 0 and '--max-num-batched-tokens' in out and '--max_num' not in out
-    assert parse('demo', ['--no-live', '--num-blocks', '7', '--seed=3']) == {**parse('demo', []), 'live': False, 'num_blocks': 7, 'seed': 3}
+    assert parse('demo', ['--no-live', '--num-blocks', '7', '--seed=3']) == {**parse('demo', []), 'live': False,
+        'num_blocks': 7, 'seed': 3}
 
 def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
@@ -74,7 +80,9 @@ def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
 def test_demo_reports_saves_and_replays(demo, tmp_path, capsys):
     assert demo('--trace', 't.jsonl', '--record', 'd.json') == 0
     out = capsys.readouterr().out
-    for said in ('static', 'continuous', 'slot utilisation', 'TTFT p95', 'padding tokens', '"2+2"', 'x the useful tokens/s', 'What is 2+2?', str(tmp_path / 'r.html')): assert said in out
+    for said in ('static', 'continuous', 'slot utilisation', 'TTFT p95', 'padding tokens', '"2+2"',
+                 'x the useful tokens/s', 'What is 2+2?', str(tmp_path / 'r.html')):
+        assert said in out
     assert 'equal token for token' in out and not ESC.search(out)
     page = (tmp_path / 'r.html').read_text()
     assert page.count('data-cbatch') >= 2 and 'useful tokens/s of static' in page
@@ -87,14 +95,17 @@ def test_demo_reports_saves_and_replays(demo, tmp_path, capsys):
             assert abs(arrival - a.at) < .1 and arrival <= start < first <= end and 0 < num <= a.max_tokens
     assert runs['continuous']['summary']['num_padding_tokens'] == 0 < runs['static']['summary']['num_padding_tokens']
     assert main(['replay', 't-static.jsonl']) == 0 and '24 of 24 answered' in capsys.readouterr().out
-    assert main(['replay', 't-continuous.jsonl', '--html', 'p.html']) == 0 and (tmp_path / 'p.html').read_text().startswith('<!doctype')
+    assert main(['replay', 't-continuous.jsonl', '--html',
+                 'p.html']) == 0 and (tmp_path / 'p.html').read_text().startswith('<!doctype')
 
 def test_half_precision_reports_and_asserts_nothing(demo, capsys, monkeypatch):
     monkeypatch.setattr('cbatch.token_loop.compare_tokens', lambda *a: Agreement(False, 2, .5))
     assert demo('--dtype', 'bfloat16') == 0
     assert '0 of 24 equal token for token; ' in capsys.readouterr().out
 
-@pytest.mark.parametrize('found,code,said', [(Agreement(False, 3, 2.), 1, 'WRONG: 24 of 24'), (Agreement(False, 3, None), 1, 'at token 3'), (Agreement(False, 3, 5e-5), 0, '24 part at a tie')])
+@pytest.mark.parametrize('found,code,said', [(Agreement(False, 3, 2.), 1, 'WRONG: 24 of 24'),
+                                             (Agreement(False, 3, None), 1, 'at token 3'),
+                                             (Agreement(False, 3, 5e-5), 0, '24 part at a tie')])
 def test_a_difference_is_a_tie_or_an_error(demo, capsys, monkeypatch, found, code, said):
     monkeypatch.setattr('cbatch.token_loop.compare_tokens', lambda *a: found)
     assert demo('--report', '') == code
@@ -131,7 +142,8 @@ def test_a_real_terminal_and_a_real_signal(tmp_path):
     trace.to_jsonl(tmp_path / 't.jsonl')
     ours, theirs = pty.openpty()
     env = {**os.environ, 'TERM': 'xterm'}; env.pop('NO_COLOR', None)
-    p = subprocess.Popen([sys.executable, '-c', 'import sys; from cbatch.cli import main; sys.exit(main())', 'replay', str(tmp_path / 't.jsonl')],
+    p = subprocess.Popen([sys.executable, '-c', 'import sys; from cbatch.cli import main; sys.exit(main())', 'replay',
+                          str(tmp_path / 't.jsonl')],
                          stdout=theirs, stderr=theirs, env=env)
     out = b''
     while b'\x1b[J' not in out: out += os.read(ours, 65536)   # it has drawn twice
@@ -182,7 +194,8 @@ def test_strips_are_the_shares_of_the_steps(kw):
 
 def test_every_line_has_its_width():
     trace, rng = crowd_trace(seed=1, steps=60, max_num_seqs=30, num_blocks=300), random.Random(0)
-    labels = {r: rng.choice(['二加二等于几？', 'a\u0301' * 40, 'plain', '\U0001F600' * 30, '']) for rec in trace for r, *_ in rec.arrived}
+    labels = {r: rng.choice(['二加二等于几？', 'a\u0301' * 40, 'plain', '\U0001F600' * 30, '']) for rec in trace
+              for r, *_ in rec.arrived}
     s = Screen(trace, 'wide 漢字', labels)
     for rec in trace.records:
         s.push(rec)
@@ -190,7 +203,8 @@ def test_every_line_has_its_width():
             for whole in (False, True):
                 plain, colored = s.lines(w, h, whole), s.lines(w, h, whole, color=True)
                 assert len(plain) == len(colored) < h
-                assert [ESC.sub('', l).replace('█', '#').replace('▓', '#') for l in colored] == [l.replace('█', '#').replace('▓', '#') for l in plain]
+                assert [ESC.sub('', l).replace('█', '#').replace('▓', '#')
+                        for l in colored] == [l.replace('█', '#').replace('▓', '#') for l in plain]
                 for l in plain: assert fit_columns(l, w) == l or fit_columns(l, w).rstrip() == l.rstrip()
 
 EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x08z\t']
@@ -198,16 +212,19 @@ EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x
 def test_a_trace_from_somebody_cannot_steer_the_terminal(tmp_path, monkeypatch):
     trace = crowd_trace(seed=2, steps=30)
     ids = [r for rec in trace for r, *_ in rec.arrived]
-    for rec in trace.records: rec.decisions = [Decision(d.request_id, Kind.NOTE, str(d) + EVIL[0]) for d in rec.decisions]
+    for rec in trace.records:
+        rec.decisions = [Decision(d.request_id, Kind.NOTE, str(d) + EVIL[0]) for d in rec.decisions]
     trace.facts['policy'] = 'static' + EVIL[0]
     trace.to_jsonl(tmp_path / 't.jsonl', {r: EVIL[i % len(EVIL)] for i, r in enumerate(ids)})
     for term, live in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, 'stdout', term); monkeypatch.setenv('TERM', 'xterm'); monkeypatch.delenv('NO_COLOR', raising=False)
+        monkeypatch.setattr(sys, 'stdout', term); monkeypatch.setenv('TERM', 'xterm')
+        monkeypatch.delenv('NO_COLOR', raising=False)
         assert main(['replay', str(tmp_path / 't.jsonl'), '--speed', '1e9']) == 0
         left = re.sub(r'\x1b\[(\?25[lh]|0m|J|\d+A|38;2;\d+;\d+;\d+m)', '', term.getvalue())
         assert 'owned' in left and not re.search('[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]', left)
 
-@pytest.mark.parametrize('env,inplace,color', [({}, True, True), ({'NO_COLOR': '1'}, True, False), ({'NO_COLOR': ''}, True, True), ({'TERM': 'dumb'}, False, False)])
+@pytest.mark.parametrize('env,inplace,color', [({}, True, True), ({'NO_COLOR': '1'}, True, False),
+                                               ({'NO_COLOR': ''}, True, True), ({'TERM': 'dumb'}, False, False)])
 def test_terminal_kinds(monkeypatch, env, inplace, color):
     monkeypatch.setenv('TERM', 'xterm'); monkeypatch.delenv('NO_COLOR', raising=False)
     for k, v in env.items(): monkeypatch.setenv(k, v)
@@ -220,7 +237,8 @@ def test_terminal_kinds(monkeypatch, env, inplace, color):
 
 def test_an_empty_trace_plays(tmp_path):
     Crowd().trace.to_jsonl(tmp_path / 't.jsonl')
-    assert main(['replay', str(tmp_path / 't.jsonl')]) == main(['replay', str(tmp_path / 't.jsonl'), '--html', str(tmp_path / 'p.html')]) == 0
+    assert main(['replay', str(tmp_path / 't.jsonl')]) == main(['replay', str(tmp_path / 't.jsonl'), '--html',
+                                                                str(tmp_path / 'p.html')]) == 0
 
 def test_drawing_costs_nothing_to_speak_of(monkeypatch):
     "Less than 2 % of steps of 50 ms, on a terminal of 140 columns"

@@ -37,15 +37,18 @@ def difference(be, H, K, D, bs, qlens, slens, window=None, softcap=None, dtype=t
     if isinstance(be, cpu.CPUBackend): be.k[0][0] = be.v[0][0] = math.nan
     kv = [torch.randn(2, K, n, D, generator=g).transpose(1, 2).to(dtype) for n in slens]
     for t, x, n in zip(tables, kv, slens):
-        meta = AttnMeta([n], [n], torch.tensor([t]), torch.tensor(slot_mapping(t, 0, n, bs))); be.write(0, x[0], x[1], meta)
+        meta = AttnMeta([n], [n], torch.tensor([t]), torch.tensor(slot_mapping(t, 0, n, bs)))
+        be.write(0, x[0], x[1], meta)
     width, wrong = max(map(len, tables)), 2 ** 30
-    meta = AttnMeta(list(qlens), list(slens), torch.tensor([t + [wrong] * (width - len(t)) for t in tables]), torch.zeros(0, dtype=torch.long))
+    meta = AttnMeta(list(qlens), list(slens), torch.tensor([t + [wrong] * (width - len(t)) for t in tables]),
+                    torch.zeros(0, dtype=torch.long))
     be.prepare(meta)
     q = torch.randn(1, H, sum(qlens), D, generator=g)[0].transpose(0, 1).to(dtype)
     out, at, worst = be.attend(0, q, meta, .2, window, softcap).double(), 0, 0.
     for x, n, m in zip(kv, slens, qlens):
         flat = x.double()[:, :, None]
-        ref = paged_attention_ref(q[at:at+m].double(), flat[0], flat[1], AttnMeta([m], [n], torch.arange(n)[None], None), .2, window, softcap)
+        ref = paged_attention_ref(q[at:at+m].double(), flat[0], flat[1],
+                                  AttnMeta([m], [n], torch.arange(n)[None], None), .2, window, softcap)
         worst, at = max(worst, (out[at:at+m] - ref).abs().max().nan_to_num(math.inf).item()), at + m
     return worst
 
@@ -55,8 +58,9 @@ def step(lm, prompts, backend='auto', products='auto'):
     "Logits of the last token of each prompt, all in one step"
     executor = Executor(lm, EngineConfig(backend=backend, products=products), 40)
     rs, free = [], iter(range(1, 40))
-    for i, p in enumerate(prompts): rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
-    plan = Plan(0, 0., scheduled=[Scheduled(r, len(r.prompt_ids)) for r in rs])
+    for i, p in enumerate(prompts):
+        rs.append(Request(str(i), p, sp(1), 9, block_table=[next(free) for _ in range(-(-len(p) // 16))]))
+    plan = Plan(0, 0., scheduled=[Scheduled(r, 0, len(r.prompt_ids), rows=1) for r in rs])
     batch = pack(plan, 16)
     executor.backend.prepare(batch.meta)
     with torch.no_grad(): out = executor.forward(batch)
@@ -75,22 +79,27 @@ def logits_differ(arch, dtype, products='auto', **sizes):
     cpu, prompts = torch.device('cpu'), [*PROMPTS, [7]]
     rounded = lambda to: shaken(tiny_lm(arch, **sizes)).to(dtype, cpu).to(to, cpu)
     ref = step(rounded(torch.float32), prompts, 'torch')
-    return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref) for got in (step(rounded(dtype), prompts, products=products), step(rounded(dtype), prompts, 'torch'))]
+    return [max(((got[i].float() - ref[i]).abs().max() / ref[i].abs().max()).item() for i in ref)
+            for got in (step(rounded(dtype), prompts, products=products), step(rounded(dtype), prompts, 'torch'))]
 
 def logits_are_right(arch, dtype, products='auto', **sizes):
     ours, theirs = logits_differ(arch, dtype, products, **sizes)
-    return ours < (1e-5 if dtype == torch.float32 else 1.5 * theirs)     # 16 bits are coarse: no coarser than theirs, in which more is rounded
+    # 16 bits are coarse: no coarser than theirs, in which more is rounded
+    return ours < (1e-5 if dtype == torch.float32 else 1.5 * theirs)
 
-def backend(bs, K, D, slens, dtype=torch.float32): return cpu.CPUBackend(KVShape(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype))
+def backend(bs, K, D, slens, dtype=torch.float32):
+    return cpu.CPUBackend(KVShape(sum(-(-n // bs) for n in slens), bs, 1, K, D, dtype))
 
 @needs_compiler
-@pytest.mark.parametrize('dtype,tol', [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)], ids=['float32', 'bfloat16'])   # sums of some hundred terms; 8 bits of a result of about 1
+# sums of some hundred terms; 8 bits of a result of about 1
+@pytest.mark.parametrize('dtype,tol', [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)], ids=['float32', 'bfloat16'])
 @pytest.mark.parametrize('H,K,D', [(9, 3, 64), (8, 8, 80), (14, 2, 96), (16, 2, 128), (9, 1, 256), (5, 1, 16)])
 def test_odd_shapes(H, K, D, dtype, tol):
     rng = random.Random(H * D)
     for bs in (16, 48, 128):
         slens = [1, 15, 16, 17, 63, 64, 65, rng.randrange(100, 300)]
-        qlens = [rng.choice([1, 1, 2, n, (n + 1) // 2]) for n in slens]; qlens = [min(q, n) for q, n in zip(qlens, slens)]
+        qlens = [rng.choice([1, 1, 2, n, (n + 1) // 2]) for n in slens]
+        qlens = [min(q, n) for q, n in zip(qlens, slens)]
         for window, cap in ((None, None), (1, None), (17, 2.), (64, None)):
             assert difference(backend(bs, K, D, slens, dtype), H, K, D, bs, qlens, slens, window, cap, dtype) < tol
 
@@ -110,7 +119,8 @@ def test_narrower_processors(monkeypatch, flag):
     for H, K, D in ((9, 3, 64), (8, 1, 80), (16, 2, 128)):
         slens, qlens = [1, 17, 64, 150], [1, 9, 1, 70]
         for window, cap in ((None, None), (7, 2.)):
-            for dtype, tol in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)): assert difference(backend(16, K, D, slens, dtype), H, K, D, 16, qlens, slens, window, cap, dtype) < tol
+            for dtype, tol in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
+                assert difference(backend(16, K, D, slens, dtype), H, K, D, 16, qlens, slens, window, cap, dtype) < tol
     for dtype in (torch.float32, torch.bfloat16): assert logits_are_right('qwen3', dtype)
 
 PATHS = {'torch': dict(backend='torch', lean=False), 'attention in C++': dict(lean=False), 'lean': {}}
@@ -122,26 +132,35 @@ def test_every_path_is_token_equal(arch, path):
     "Chunks, a pool that runs short in both ways, prefix hits: the oracle's tokens in float32"
     lm = shaken(tiny_lm(arch)); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
     for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
-        with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how, **PATHS[path]) as llm:
+        with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how,
+                 **PATHS[path]) as llm:
             used = 'torch' if type(llm.runner.executor.backend) is TorchBackend else 'lean' if llm.runner.executor.lean else 'attention in C++'
             assert used == (path if arch in lean.KINDS or path == 'torch' else 'attention in C++')
-            for _ in range(2): assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
+            for _ in range(2):
+                assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
             assert llm.metrics['num_preemptions' if how else 'num_cached_tokens'] > 0
             quiet(llm)
 
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 @pytest.mark.parametrize('products', ['panels', 'onednn'])
-@pytest.mark.parametrize('sizes', [{}, dict(hidden_size=52, intermediate_size=37, vocab_size=301, head_dim=16)], ids=['even', 'odd'])
+@pytest.mark.parametrize('sizes', [{}, dict(hidden_size=52, intermediate_size=37, vocab_size=301, head_dim=16)],
+                         ids=['even', 'odd'])
 def test_lean_logits(dtype, products, sizes):
     "Widths that fill no panel, no register and no pair"
     for arch in lean.KINDS: assert logits_are_right(arch, dtype, products, **sizes)
 
 @needs_compiler
 @pytest.mark.parametrize('products', ['panels', 'onednn'])
-@pytest.mark.parametrize('arch,config', [('qwen3', dict(use_sliding_window=True, sliding_window=9, num_hidden_layers=3, layer_types=['full_attention', 'sliding_attention', 'full_attention'])),
-                                         ('qwen2', dict(use_sliding_window=True, sliding_window=5, num_hidden_layers=2, layer_types=['sliding_attention', 'full_attention'])),
-                                         ('qwen3', dict(attention_bias=True)), ('llama', dict(attention_bias=True, mlp_bias=True)), ('llama', dict(tie_word_embeddings=True, rms_norm_eps=.3)), ('mistral', dict(sliding_window=3))])
+@pytest.mark.parametrize('arch,config', [('qwen3', dict(use_sliding_window=True, sliding_window=9, num_hidden_layers=3,
+                                                        layer_types=['full_attention', 'sliding_attention',
+                                                            'full_attention'])),
+                                         ('qwen2', dict(use_sliding_window=True, sliding_window=5, num_hidden_layers=2,
+                                                        layer_types=['sliding_attention', 'full_attention'])),
+                                         ('qwen3', dict(attention_bias=True)),
+                                         ('llama', dict(attention_bias=True, mlp_bias=True)),
+                                         ('llama', dict(tie_word_embeddings=True, rms_norm_eps=.3)),
+                                         ('mistral', dict(sliding_window=3))])
 def test_lean_logits_of_other_configurations(arch, config, products):
     "Windows of some layers, biases everywhere, norms and biases that differ"
     assert logits_are_right(arch, torch.float32, products, **config)
@@ -151,7 +170,8 @@ def test_padding_leaves_the_others_and_the_cache_alone():
     lm = tiny_lm('llama'); executor = Executor(lm, EngineConfig(), 4)
     r = Request('a', list(range(20)), sp(1), 9, block_table=[1, 2])
     def run(padding):
-        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 20)], padding=padding), 16); executor.backend.prepare(batch.meta)
+        batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 0, 20, rows=1)], padding=padding), 16)
+        executor.backend.prepare(batch.meta)
         with torch.no_grad(): return executor.forward(batch)
     want = run([]); caches = [c.clone() for c in executor.backend.k + executor.backend.v]
     assert torch.equal(run([Padding(1, 7), Padding(30, 30), Padding(1, 1)]), want) and executor.lean
@@ -163,19 +183,23 @@ def test_padding_leaves_the_others_and_the_cache_alone():
 def test_how_a_prompt_is_cut_changes_no_bit(dtype, window):
     "250 queries in one chunk, alone, and in pieces of seven"
     n, K, D, be = 250, 2, 32, backend(16, 2, 32, [250], dtype)
-    g = torch.Generator().manual_seed(1); k, v = torch.randn(2, n, K, D, generator=g).to(dtype); q = torch.randn(n, 6, D, generator=g).to(dtype)
-    table = list(range(1, 17)); be.write(0, k, v, AttnMeta([n], [n], torch.tensor([table]), torch.tensor(slot_mapping(table, 0, n, 16))))
+    g = torch.Generator().manual_seed(1); k, v = torch.randn(2, n, K, D, generator=g).to(dtype)
+    q = torch.randn(n, 6, D, generator=g).to(dtype)
+    table = list(range(1, 17))
+    be.write(0, k, v, AttnMeta([n], [n], torch.tensor([table]), torch.tensor(slot_mapping(table, 0, n, 16))))
     def attend(start, stop):
         meta = AttnMeta([stop - start], [stop], torch.tensor([table]), None); be.prepare(meta)
         return be.attend(0, q[start:stop], meta, .2, window)
     whole = attend(0, n)
-    for piece in (1, 7): assert torch.equal(whole, torch.cat([attend(i, min(n, i + piece)) for i in range(0, n, piece)]))
+    for piece in (1, 7):
+        assert torch.equal(whole, torch.cat([attend(i, min(n, i + piece)) for i in range(0, n, piece)]))
 
 @needs_compiler
 @pytest.mark.parametrize('softcap', [None, 5.])
 def test_nan_stays_nan(softcap):
     "A query or a key that is not a number gives no number, so that the engine can tell"
-    be = backend(16, 1, 16, [40]); k, q = torch.ones(40, 1, 16), torch.ones(2, 1, 16); meta = AttnMeta([2], [40], torch.tensor([[1, 2, 3]]), torch.tensor(slot_mapping([1, 2, 3], 0, 40, 16)))
+    be = backend(16, 1, 16, [40]); k, q = torch.ones(40, 1, 16), torch.ones(2, 1, 16)
+    meta = AttnMeta([2], [40], torch.tensor([[1, 2, 3]]), torch.tensor(slot_mapping([1, 2, 3], 0, 40, 16)))
     be.prepare(meta); q[0, 0, 3] = math.nan; be.write(0, k, torch.ones(40, 1, 16), meta)
     assert be.attend(0, q, meta, 1., None, softcap).isnan().all(-1).flatten().tolist() == [True, False]
     k[7, 0, 2] = math.nan; be.write(0, k, torch.ones(40, 1, 16), meta)
@@ -185,17 +209,22 @@ def test_nan_stays_nan(softcap):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 def test_company_changes_no_bit(dtype):
     "Logits of a request are the same alone, beside others, and in another order"
-    lm, prompts = tiny_lm('llama').to(dtype, torch.device('cpu')), [*PROMPTS, [7], [7, 8], *([i] * i for i in range(1, 12))]
+    lm, prompts = tiny_lm('llama').to(dtype, torch.device('cpu')), [*PROMPTS, [7], [7, 8],
+        *([i] * i for i in range(1, 12))]
     together, other = step(lm, prompts, products='panels'), step(lm, prompts[::-1], products='panels')
     for i, p in enumerate(prompts):
-        assert torch.equal(step(lm, [p], products='panels')[0], together[i]) and torch.equal(other[len(prompts) - 1 - i], together[i])
+        assert torch.equal(step(lm, [p], products='panels')[0],
+                           together[i]) and torch.equal(other[len(prompts) - 1 - i], together[i])
 
 @needs_compiler
 def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     lm = tiny_lm('llama', mlp_bias=True, attention_bias=True)
-    torch.nn.init.normal_(lm.hf_model.model.layers[0].self_attn.q_proj.bias); torch.nn.init.normal_(lm.hf_model.model.layers[0].mlp.down_proj.bias)
+    torch.nn.init.normal_(lm.hf_model.model.layers[0].self_attn.q_proj.bias)
+    torch.nn.init.normal_(lm.hf_model.model.layers[0].mlp.down_proj.bias)
     with LLM(lm, num_blocks=20) as llm:
-        assert llm.runner.executor.lean and llm.generate([PROMPTS[0]], sp(8), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, PROMPTS[0], sp(8)).token_ids
+        assert llm.runner.executor.lean and llm.generate([PROMPTS[0]], sp(8),
+                                                         use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm,
+                                                             PROMPTS[0], sp(8)).token_ids
     assert 'gelu' in lean.misfit(tiny_lm('llama', hidden_act='gelu')) and 'gemma2' in lean.misfit(tiny_lm('gemma2'))
     class Wrapped(torch.nn.Linear): pass
     def wrapped(lm): lm.hf_model.model.layers[1].mlp.up_proj.__class__ = Wrapped
@@ -206,19 +235,25 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
     def activation(lm): lm.hf_model.model.layers[1].mlp.act_fn = torch.nn.GELU()
     def norm(lm): lm.hf_model.model.layers[0].input_layernorm = torch.nn.RMSNorm(lm.config.hidden_size)
     def mixed(lm): lm.hf_model.lm_head.to(torch.bfloat16)
-    for spoil, why in ((wrapped, 'layers.1.mlp.up_proj is a Wrapped'), (head, 'lm_head is a Wrapped'), (hooked, 'model.norm has a hook'), (patched, 'embed_tokens has a forward'),
-                       (bare, 'rotary_emb missing'), (activation, 'layer 1: the activation is GELU'), (norm, 'layer 0.input_layernorm is a RMSNorm'), (mixed, 'is torch.bfloat16, the model torch.float32')):
+    for spoil, why in ((wrapped, 'layers.1.mlp.up_proj is a Wrapped'), (head, 'lm_head is a Wrapped'),
+                       (hooked, 'model.norm has a hook'), (patched, 'embed_tokens has a forward'),
+                       (bare, 'rotary_emb missing'), (activation, 'layer 1: the activation is GELU'),
+                       (norm, 'layer 0.input_layernorm is a RMSNorm'),
+                       (mixed, 'is torch.bfloat16, the model torch.float32')):
         lm = tiny_lm('llama'); assert lean.misfit(lm) is None
         spoil(lm); assert why in lean.misfit(lm), (spoil, lean.misfit(lm))
-    with pytest.raises(ValueError, match="products='mkl': must be auto, panels or onednn"): EngineConfig(products='mkl')
-    with pytest.raises(ValueError, match="products='mkl': must be one of auto, panels, onednn"): lean.takes_onednn('mkl', torch.float32)
+    with pytest.raises(ValueError, match="products='mkl': must be auto or panels or onednn"):
+        EngineConfig(products='mkl')
+    with pytest.raises(ValueError, match="products='mkl': must be one of auto, panels, onednn"):
+        lean.takes_onednn('mkl', torch.float32)
 
 class Largest(TorchDispatchMode):
     "Numbers in the largest tensor that any operation made"
     numel = 0
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor))])
+        self.numel = max([self.numel, *(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out])
+                                        if isinstance(x, torch.Tensor))])
         return out
 
 @needs_compiler
@@ -230,13 +265,15 @@ def test_a_long_prompt_makes_no_square(arch, path):
     with LLM(lm, block_size=16, num_blocks=260, max_num_batched_tokens=T, max_num_seqs=1, **PATHS[path]) as llm:
         llm.add([i % 250 for i in range(T)], sp(1))
         with Largest() as seen: llm.step()
-    assert T * lm.config.hidden_size <= seen.numel < T * T / (1 if arch == 'gemma2' else 4)     # gemma2's soft cap needs 256 x 4,000 scores for each of its heads, where C++ is not there
+    # gemma2's soft cap needs 256 x 4,000 scores for each of its heads, where C++ is not there
+    assert T * lm.config.hidden_size <= seen.numel < T * T / (1 if arch == 'gemma2' else 4)
 
 @pytest.mark.parametrize('window,cap', [(None, None), (1, None), (17, 2.), (None, 3.)])
 def test_pieces_of_a_prompt_in_torch(monkeypatch, window, cap):
     monkeypatch.setattr('cbatch.paged_attention.QUERIES', 7)
     slens, qlens = [1, 15, 64, 65, 90], [1, 15, 20, 65, 1]
-    assert difference(TorchBackend(KVShape(sum(-(-n // 16) for n in slens), 16, 1, 2, 32)), 6, 2, 32, 16, qlens, slens, window, cap) < 2e-5
+    assert difference(TorchBackend(KVShape(sum(-(-n // 16) for n in slens), 16, 1, 2, 32)), 6, 2, 32, 16, qlens, slens,
+                      window, cap) < 2e-5
 
 @needs_compiler
 def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
@@ -244,14 +281,16 @@ def test_tensors_of_the_wrong_kind_are_refused_before_they_reach_the_kernel():
     meta = AttnMeta([1], [1], torch.tensor([[1]]), torch.tensor([16])); be.prepare(meta)
     good = torch.zeros(1, 2, 16)
     be.write(0, good, good, meta); be.attend(0, good, meta, 1.)
-    for k, v in ((good.bfloat16(), good), (good, good.bfloat16()), (good[:, :1], good[:, :1]), (good, good[:, :, :8]), (good.double(), good.double())):
+    for k, v in ((good.bfloat16(), good), (good, good.bfloat16()), (good[:, :1], good[:, :1]), (good, good[:, :, :8]),
+                 (good.double(), good.double())):
         with pytest.raises(ValueError): be.write(0, k, v, meta)
     for q in (good.bfloat16(), torch.zeros(1, 3, 16), torch.zeros(1, 2, 32)):
         with pytest.raises(ValueError): be.attend(0, q, meta, 1.)
 
 @pytest.mark.parametrize('bs,D', [(4, 64), (24, 64), (16, 24)])
 def test_what_the_kernel_does_not_know_goes_through_torch(bs, D):
-    for shape in (KVShape(4, bs, 1, 1, D), KVShape(4, 16, 1, 1, 64, torch.float16)): assert best_backend(shape) == 'torch'
+    for shape in (KVShape(4, bs, 1, 1, D), KVShape(4, 16, 1, 1, 64, torch.float16)):
+        assert best_backend(shape) == 'torch'
     with pytest.raises(ValueError, match="backend='cpu'"): cpu.CPUBackend(KVShape(4, bs, 1, 1, D))
 
 def test_without_a_compiler(tmp_path):
@@ -266,7 +305,8 @@ for _ in range(2):
     llm = LLM(tiny_lm('llama'), num_blocks=20)
     print(type(llm.runner.executor.backend).__name__, llm.runner.executor.lean, llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
 '''
-    ran = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in os.environ.items() if k != 'CXX'} | dict(PATH=str(tmp_path), CBATCH_CACHE=str(tmp_path)), capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in os.environ.items() if k != 'CXX'}
+                         | dict(PATH=str(tmp_path), CBATCH_CACHE=str(tmp_path)), capture_output=True, text=True)
     want = generate_ref(tiny_lm('llama'), [1, 2, 3], sp(4)).token_ids
     assert ran.stdout.splitlines() == [f'TorchBackend None {want}'] * 2, ran.stderr
     assert ran.stderr.count('no C++ compiler') == 1
@@ -314,7 +354,9 @@ int main() { attention<float>(); attention<bf16>(); whole_step<float>(); whole_s
 def test_with_the_address_sanitizer(tmp_path):
     src, exe = tmp_path/'t.cpp', tmp_path/'t'
     src.write_text(lean_step.LEAN_CPP + DRIVER)
-    made = subprocess.run(['c++', '-O1', '-g', '-std=c++17', '-march=native', '-fsanitize=address,undefined', '-fno-sanitize=alignment', '-fno-sanitize-recover=all', '-Wno-psabi', str(src), '-o', str(exe)], capture_output=True, text=True)
+    made = subprocess.run(['c++', '-O1', '-g', '-std=c++17', '-march=native', '-fsanitize=address,undefined',
+                           '-fno-sanitize=alignment', '-fno-sanitize-recover=all', '-Wno-psabi', str(src), '-o',
+                           str(exe)], capture_output=True, text=True)
     if 'cannot find' in made.stderr and 'asan' in made.stderr: pytest.skip('no runtime of the address sanitizer')
     assert made.returncode == 0, made.stderr[-2000:]
     ran = subprocess.run([str(exe)], capture_output=True, text=True)

@@ -37,34 +37,44 @@ def drain(llm):
 class Odd:
     def __repr__(self): return 'Odd()'
 
-BAD_PROMPTS = {'empty': [], 'empty text': '', 'unknown id': [258], 'negative id': [-1], 'bool': [True, 5], 'float': [1., 2.], 'none': None,
+BAD_PROMPTS = {'empty': [], 'empty text': '', 'unknown id': [258], 'negative id': [-1], 'bool': [True, 5],
+               'float': [1., 2.], 'none': None,
                'nested': [[1, 2]], 'bytes': b'ab',
-               'surrogate': 'a\ud800b', 'mixed': [1, 'x'], 'odd': Odd(), 'tensor': torch.tensor([1, 2]), 'dict': dict(role='user', content='x'), 'role without content': [dict(role='user')],
-               'content no text': [dict(role='user', content=5)], 'surrogate in chat': [dict(role='user', content='\udfff')], 'message and id': [dict(role='user', content='x'), 5],
-               'longer than the context': [1] * 161, 'exactly the context': [1] * 160, 'huge id': [10**30], 'set': {1, 2}}
+               'surrogate': 'a\ud800b', 'mixed': [1, 'x'], 'odd': Odd(), 'tensor': torch.tensor([1, 2]),
+               'dict': dict(role='user', content='x'), 'role without content': [dict(role='user')],
+               'content no text': [dict(role='user', content=5)],
+               'surrogate in chat': [dict(role='user', content='\udfff')],
+               'message and id': [dict(role='user', content='x'), 5],
+               'longer than the context': [1] * 161, 'exactly the context': [1] * 160, 'huge id': [10**30],
+               'set': {1, 2}}
 
 @pytest.mark.parametrize('prompt', BAD_PROMPTS.values(), ids=BAD_PROMPTS)
 def test_bad_prompts(engine, tiny, prompt):
     llm = engine()
     fill(llm); before = llm.metrics, len(llm.requests), llm.num_added
-    for call in (llm.add, llm.stream, lambda p: llm.generate([P[0], p], use_tqdm=False), lambda p: llm.generate([p, P[0]], use_tqdm=False)):
+    for call in (llm.add, llm.stream, lambda p: llm.generate([P[0], p], use_tqdm=False),
+                 lambda p: llm.generate([p, P[0]], use_tqdm=False)):
         with pytest.raises(ValueError): call(prompt)
         assert (llm.metrics, len(llm.requests), llm.num_added) == before
-    assert [o.outputs[0].token_ids for o in drain(llm).values()] == [solo(tiny, P[i], sp(max_tokens=20)) for i in range(4)]
+    assert [o.outputs[0].token_ids for o in drain(llm).values()] == [solo(tiny, P[i], sp(max_tokens=20))
+        for i in range(4)]
     works(llm, tiny)
 
-@pytest.mark.parametrize('prompts', [5, None, torch.tensor([1, 2]), dict(a=1), Odd(), b'ab', 'a\ud800', [None], [[1], 'a\ud800']], ids=repr)
+@pytest.mark.parametrize('prompts', [5, None, torch.tensor([1, 2]), dict(a=1), Odd(), b'ab', 'a\ud800', [None],
+                                     [[1], 'a\ud800']], ids=repr)
 def test_bad_lists_of_prompts(engine, tiny, prompts):
     llm = engine()
     with pytest.raises(ValueError): llm.generate(prompts, sp(), use_tqdm=False)
     works(llm, tiny)
 
 nan, inf = float('nan'), float('inf')
-BAD_PARAMS = dict(temperature=[nan, inf, -1, 1e308, None, '1', True, [1]], top_p=[0, -1, 1.1, nan, None, 'x'], top_k=[-2, 1.5, nan, '3', True, None], seed=[1.5, 'x', True, 2**64, nan],
+BAD_PARAMS = dict(temperature=[nan, inf, -1, 1e308, None, '1', True, [1]], top_p=[0, -1, 1.1, nan, None, 'x'],
+                  top_k=[-2, 1.5, nan, '3', True, None], seed=[1.5, 'x', True, 2**64, nan],
                   max_tokens=[0, -1, 1.5, '3', True, nan, 10**30], 
                   stop=['', [''], ['a', ''], 5, [5], b'x', ['a'] * 17, 'x' * 513, True, [None]],
                   stop_token_ids=[[-1], [1.5], ['a'], 5, [True], [0] * 129, 'ab', True],
-                  logit_bias=[{1: nan}, {1: 101}, {-1: 1}, {'a': 1}, {1: 'x'}, 5, [1], 'ab', {1: None}, {True: 1}, {i: 1 for i in range(1025)}],
+                  logit_bias=[{1: nan}, {1: 101}, {-1: 1}, {'a': 1}, {1: 'x'}, 5, [1], 'ab', {1: None}, {True: 1},
+                              {i: 1 for i in range(1025)}],
                   ignore_eos=['no', None, 2], skip_special_tokens=['x'], include_stop_str_in_output=[1.5])
 
 @pytest.mark.parametrize('name,value', [(k, v) for k, vs in BAD_PARAMS.items() for v in vs], ids=lambda x: repr(x)[:30])
@@ -74,15 +84,18 @@ def test_bad_params(name, value):
 def test_params_that_do_not_fit_the_model_or_the_prompts(engine, tiny):
     llm = engine()
     fill(llm, 2)
-    for bad in (sp(stop_token_ids=[258]), sp(logit_bias={258: 1.}), dict(temperature=0), 'greedy', 5, sp(max_tokens=158), sp(max_tokens=10**9)):
+    for bad in (sp(stop_token_ids=[258]), sp(logit_bias={258: 1.}), dict(temperature=0), 'greedy', 5,
+                sp(max_tokens=158), sp(max_tokens=10**9)):
         with pytest.raises(ValueError): llm.add([1, 2, 3], bad)
     for bad in ([sp()], [sp()] * 3, [], [sp(), 5], [sp(), None, None]):
         with pytest.raises(ValueError): llm.generate([[1], [2]], bad, use_tqdm=False)
-    with pytest.raises(ValueError): engine(tokenizer=None, model=type(tiny)(tiny.hf_model, None, 'mute')).add([1], sp(stop='x'))
+    with pytest.raises(ValueError):
+        engine(tokenizer=None, model=type(tiny)(tiny.hf_model, None, 'mute')).add([1], sp(stop='x'))
     assert len(drain(llm)) == 2
     works(llm, tiny)
 
-@pytest.mark.parametrize('kw', [dict(request_id=5), dict(request_id=b'x'), dict(request_id=['x']), dict(arrival=nan), dict(arrival='soon'), dict(arrival=inf), dict(arrival=True),
+@pytest.mark.parametrize('kw', [dict(request_id=5), dict(request_id=b'x'), dict(request_id=['x']), dict(arrival=nan),
+                                dict(arrival='soon'), dict(arrival=inf), dict(arrival=True),
                                 dict(priority='high'), dict(priority=nan), dict(priority=None)], ids=repr)
 def test_bad_circumstances(engine, tiny, kw):
     llm = engine()
@@ -91,10 +104,14 @@ def test_bad_circumstances(engine, tiny, kw):
     assert len(llm.requests) == 4
     drain(llm); works(llm, tiny)
 
-@pytest.mark.parametrize('config', [dict(policy='fifo'), dict(policy=None), dict(policy=['vllm']), dict(policy=5), dict(backend='cuda9'), dict(backend=None), dict(backend=['torch']), dict(dtype='int8'), dict(dtype=None),
-    dict(dtype=['float32']), dict(device='tpu9'), dict(device=['cpu']), dict(device=5.5), dict(max_num_seqs=0), dict(max_num_seqs=True), dict(max_num_batched_tokens=-1),
+@pytest.mark.parametrize('config', [dict(policy='fifo'), dict(policy=None), dict(policy=['vllm']), dict(policy=5),
+                                    dict(backend='cuda9'), dict(backend=None), dict(backend=['torch']),
+                                    dict(dtype='int8'), dict(dtype=None),
+    dict(dtype=['float32']), dict(device='tpu9'), dict(device=['cpu']), dict(device=5.5), dict(max_num_seqs=0),
+                                    dict(max_num_seqs=True), dict(max_num_batched_tokens=-1),
     dict(block_size=0), dict(block_size=1.5), dict(num_blocks=0), dict(num_blocks='9'),
-    dict(max_model_len=0), dict(max_model_len=1025), dict(num_blocks=None, kv_cache_mb=0), dict(num_blocks=None, kv_cache_mb=nan), dict(gpu_memory_utilization=2),
+    dict(max_model_len=0), dict(max_model_len=1025), dict(num_blocks=None, kv_cache_mb=0),
+                                    dict(num_blocks=None, kv_cache_mb=nan), dict(gpu_memory_utilization=2),
     dict(trace=0), dict(trace='yes'), dict(seed='x'), dict(seed=1.5), dict(seed=None), dict(check='x')], ids=repr)
 def test_bad_config(engine, config):
     with pytest.raises(ValueError): engine(**config)
@@ -185,7 +202,8 @@ def test_one_text_fails(engine, tiny, monkeypatch):
     llm, push = engine(), Detokenizer.push
     rids = [llm.add(p, sp(), request_id=f'x{i}') for i, p in enumerate(P)]
     def fails(self, output_ids, last=False):
-        if 'x2' in llm.requests and self is llm.requests['x2'].text and len(output_ids) == 5: raise UnicodeError('no text')
+        if 'x2' in llm.requests and self is llm.requests['x2'].text and len(output_ids) == 5:
+            raise UnicodeError('no text')
         return push(self, output_ids, last)
     monkeypatch.setattr(Detokenizer, 'push', fails)
     outs = drain(llm)
@@ -195,7 +213,8 @@ def test_one_text_fails(engine, tiny, monkeypatch):
 
 # --- interruption
 
-PLACES = ['execute', 'runner.start', 'runner.executor.forward', 'runner.finish', 'scheduler.schedule', 'scheduler.update', '_reports', 'trace.executed', 'clock']
+PLACES = ['execute', 'runner.start', 'runner.executor.forward', 'runner.finish', 'scheduler.schedule',
+          'scheduler.update', '_reports', 'trace.executed', 'clock']
 
 def interrupt(llm, monkeypatch, place, when, after):
     "Ctrl-C before or after a part of step number `when`"
@@ -217,7 +236,8 @@ def test_interrupted(engine, tiny, monkeypatch, place, after):
     for when in (0, 3, 11):
         for act in ('generate', 'stream', 'step'):
             llm = engine(max_num_seqs=2, num_blocks=12)
-            added = [llm.add(p, sp(), request_id=f'mine{i}') for i, p in enumerate(P[:2])] if act == 'step' or when % 2 else []
+            added = [llm.add(p, sp(), request_id=f'mine{i}')
+                     for i, p in enumerate(P[:2])] if act == 'step' or when % 2 else []
             interrupt(llm, monkeypatch, place, when, after)
             with pytest.raises(KeyboardInterrupt):
                 if act == 'generate': llm.generate(P[2:], sp(), use_tqdm=False)
@@ -252,7 +272,8 @@ def press_ctrl_c(k, f):
     def local(frame, event, arg):
         nonlocal n, where
         n += event == 'line'
-        if n == k and not where: where = f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'; signal.raise_signal(signal.SIGINT)
+        if n == k and not where:
+            where = f'{Path(frame.f_code.co_filename).name}:{frame.f_lineno}'; signal.raise_signal(signal.SIGINT)
         return local
     sys.settrace(lambda frame, event, arg: local if '/cbatch/' in frame.f_code.co_filename else None)
     try: f()
@@ -271,7 +292,9 @@ def test_interrupted_anywhere(engine, tiny, seed):
     for k in rng.sample(range(1, num_lines), 25):
         llm = make()
         _, where = press_ctrl_c(k, lambda: act(llm))
-        try: quiet(llm); assert ids(llm.generate(P[3], sp(max_tokens=2), use_tqdm=False)) == [solo(tiny, P[3], sp(max_tokens=2))]
+        try:
+            quiet(llm)
+            assert ids(llm.generate(P[3], sp(max_tokens=2), use_tqdm=False)) == [solo(tiny, P[3], sp(max_tokens=2))]
         except Exception as e: broken[where] = repr(e)[:80]
     assert not broken
 
@@ -405,7 +428,8 @@ def test_close(engine, tiny):
     assert 'closed' in repr(llm) and 'closed' in llm._repr_html_()
     for use in (lambda: llm.generate(P, sp(), use_tqdm=False), lambda: llm.add(P[0]), lambda: llm.stream('x'),
                 lambda: llm.chat([dict(role='user', content='x')], use_tqdm=False), llm.step,
-                lambda: llm.generate([], use_tqdm=False), lambda: llm.encode('x'), lambda: llm.metrics, lambda: llm.hf_model, lambda: llm.model_path, lambda: llm.kv_bytes):
+                lambda: llm.generate([], use_tqdm=False), lambda: llm.encode('x'), lambda: llm.metrics,
+                lambda: llm.hf_model, lambda: llm.model_path, lambda: llm.kv_bytes):
         with pytest.raises(ValueError, match='closed'): use()
     assert list(s) == [] and not llm.sinks and not llm.abort('r0')
 
@@ -433,7 +457,8 @@ def test_answers_come_in_the_order_of_the_prompts(engine, tiny):
     lens = [9, 1, 5, 12, 2, 7]
     outs = llm.generate([P[i % 4] for i in range(6)], [sp(max_tokens=n) for n in lens], use_tqdm=False)
     assert ids(outs) == [solo(tiny, P[i % 4], sp(max_tokens=n)) for i, n in enumerate(lens)]
-    assert llm.generate([], use_tqdm=False) == [] and [o.prompt for o in llm.generate('ab', sp(), use_tqdm=False)] == ['ab']
+    assert llm.generate([], use_tqdm=False) == [] and [o.prompt
+                                                       for o in llm.generate('ab', sp(), use_tqdm=False)] == ['ab']
 
 def test_a_seed_decides_whatever_the_batch(engine, tiny):
     one = sp(temperature=1.2, seed=42, top_k=60)
@@ -456,13 +481,17 @@ def containers(root):
     sizes, seen, todo = {}, set(), [('llm', root)]
     while todo:
         path, x = todo.pop(0)         # by the shortest path
-        if id(x) in seen or isinstance(x, (torch.nn.Module, torch.Tensor, type, str, int, float)) or callable(x) or 'tokenizer' in path: continue
+        if id(x) in seen or isinstance(x, (torch.nn.Module, torch.Tensor, type, str, int,
+                                           float)) or callable(x) or 'tokenizer' in path:
+            continue
         seen.add(id(x))
         if hasattr(x, '__len__'): sizes[path] = len(x)
         if isinstance(x, dict): todo += [(f'{path}[{k if len(x) < 50 else ""}]', v) for k, v in x.items()]
         elif hasattr(x, '__iter__'): todo += [(f'{path}[]', v) for v in x]
-        slots = [k for c in type(x).__mro__ for k in getattr(c, '__slots__', ()) if k != '__weakref__' and hasattr(x, k)]
-        todo += [(f'{path}.{k}', v) for k, v in [*getattr(x, '__dict__', {}).items(), *((k, getattr(x, k)) for k in slots)]]
+        slots = [k for c in type(x).__mro__ for k in getattr(c, '__slots__', ()) if k != '__weakref__'
+                 and hasattr(x, k)]
+        todo += [(f'{path}.{k}', v) for k, v in [*getattr(x, '__dict__', {}).items(),
+                                                 *((k, getattr(x, k)) for k in slots)]]
     return sizes
 
 def test_nothing_grows_with_the_number_of_served_requests(engine):
@@ -492,7 +521,8 @@ def test_the_model_is_free_between_steps(engine, tiny):
 @pytest.fixture(params=['bytes', 'smollm2'])
 def tokenizer(request): return request.getfixturevalue('tiny' if request.param == 'bytes' else 'smollm2').tokenizer
 
-TEXTS = ['가나다라 한국어', '👩‍👩‍👧‍👦 family', 'e\u0301a\u0300o\u0302', 'plain text, with stops. And more.', '  indented\n\tcode()', '\ufffd odd \ufffd', '日本語', 'مرحبا']
+TEXTS = ['가나다라 한국어', '👩‍👩‍👧‍👦 family', 'e\u0301a\u0300o\u0302', 'plain text, with stops. And more.',
+         '  indented\n\tcode()', '\ufffd odd \ufffd', '日本語', 'مرحبا']
 
 def random_ids(rng, tok):
     "Random tokens, some real text between them, special tokens too; now and then cut anywhere"
@@ -532,7 +562,8 @@ def test_pieces_stop_where_they_should(tokenizer):
         stops = [text[at:at + rng.randint(1, 6)], text[at + 1:at + 3] + 'never', rng.choice(TEXTS)]
         stops, include = [s for s in stops if s and '\ufffd' not in s], rng.random() < .3
         pieces, n, stop = told(tokenizer, out, stop=stops, include_stop_str_in_output=include)
-        first = next((k for k in range(1, len(out) + 1) if any(s in whole(tokenizer, out[:k], True) for s in stops)), None)
+        first = next((k for k in range(1, len(out) + 1) if any(s in whole(tokenizer, out[:k], True) for s in stops)),
+                     None)
         want, which = cut_at_stop(whole(tokenizer, out[:first], True), tuple(stops), include)
         assert (''.join(pieces), n, stop) == (want, first or len(out), which), f'seed {seed}: {out} {stops}'
         stopped += stop is not None

@@ -48,14 +48,16 @@ def test_fault_01_no_json(nothing_added):
     for body in (b'', b'{', b'[]', b'"x"', b'null', b'{"a": 1}}', b'\xff\xfe{}', b'{"model": "tiny",}'):
         for path in ('/v1/completions', '/v1/chat/completions', '/tokenize',
                      '/detokenize'): assert refused(w.ask('POST', path, body))['type'] == 'invalid_request_error'
-    for kind in ('text/plain', 'application/x-www-form-urlencoded', ''): refused(w.ask('POST', '/v1/completions', b'{}', {'Content-Type': kind}))
+    for kind in ('text/plain', 'application/x-www-form-urlencoded', ''):
+        refused(w.ask('POST', '/v1/completions', b'{}', {'Content-Type': kind}))
 
 def test_fault_02_no_unicode(nothing_added, monkeypatch):
     w = nothing_added
     monkeypatch.setattr(w.llm, 'encode', lambda *a: 1 / 0, raising=False)
     refused(w.ask('POST', '/v1/completions', b'{"model": "tiny", "prompt": "\xff"}'))
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "a\ud800"}'), param='prompt')
-    refused(w.ask('POST', '/v1/chat/completions', br'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "\udc00x"}]}]}'),
+    refused(w.ask('POST', '/v1/chat/completions',
+                  br'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "\udc00x"}]}]}'),
             param='messages')
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "x", "\ud800": 1}'))
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "x", "user": "\ud800"}'), param='user')
@@ -92,14 +94,16 @@ def test_fault_05_too_long_for_the_context(fresh):
         refused(w.chat('x' * 60), code='context_length_exceeded', param='messages')
         refused(w.complete([5] * 40, max_tokens=None), code='context_length_exceeded')
         assert w.complete([5] * 30, max_tokens=10).json['usage']['completion_tokens'] == 10
-        assert w.complete([5] * 30, max_tokens=None).json['usage']['completion_tokens'] == 10   # 16 by default, clamped to what there is
+        # 16 by default, clamped to what there is
+        assert w.complete([5] * 30, max_tokens=None).json['usage']['completion_tokens'] == 10
         assert w.complete([5] * 4, max_tokens=None).json['usage']['completion_tokens'] == 16
         u = w.chat('Hi', max_tokens=None).json['usage']
         assert u['total_tokens'] == 40
         w.rests()
 
 def test_fault_06_too_long_for_the_pool(tiny):
-    with pytest.warns(UserWarning, match='pool holds 40'), web(tiny, engine=dict(num_blocks=10, max_model_len=200)) as w:
+    with pytest.warns(UserWarning, match='pool holds 40'), web(tiny,
+                                                               engine=dict(num_blocks=10, max_model_len=200)) as w:
         refused(w.complete([5] * 38), code='context_length_exceeded')
         refused(w.complete([5] * 100, max_tokens=1), code='context_length_exceeded')
         assert w.complete([5] * 30, max_tokens=None).json['usage']['completion_tokens'] == 10
@@ -124,19 +128,23 @@ def test_fault_08_max_tokens(nothing_added):
 
 def test_fault_08_legal_max_tokens(w):
     assert w.chat(max_tokens=None, max_completion_tokens=3).json['usage']['completion_tokens'] == 3
-    assert w.complete(max_tokens=0, echo=True, prompt='abc').json['choices'][0] == dict(index=0, text='abc', logprobs=None, finish_reason='length')
+    assert w.complete(max_tokens=0, echo=True, prompt='abc').json['choices'][0] == dict(index=0, text='abc',
+        logprobs=None, finish_reason='length')
 
 def test_fault_09_odd_numbers(nothing_added):
     w = nothing_added
-    for k in ('temperature', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'timeout'):
+    for k in ('temperature', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty',
+              'timeout'):
         for x in ('NaN', 'Infinity', '-Infinity', '1e999', '-1e999', '1e308', '-5', '"1"', 'true', '[]'):
             refused(w.ask('POST', '/v1/completions', f'{{"model": "tiny", "prompt": "x", "{k}": {x}}}'))
     refused(w.complete(top_p=0), param='top_p')
-    for x in ('NaN', '-Infinity', '1e999'): refused(w.ask('POST', '/v1/completions', f'{{"model": "tiny", "prompt": "x", "unheard": {x}}}'))
+    for x in ('NaN', '-Infinity', '1e999'):
+        refused(w.ask('POST', '/v1/completions', f'{{"model": "tiny", "prompt": "x", "unheard": {x}}}'))
 
 def test_fault_10_logit_bias(nothing_added):
     w = nothing_added
-    for b in ({'258': 1}, {'-1': 1}, {'abc': 1}, {'1.0': 1}, {'': 1}, {'5': 101}, {'5': '1'}, {'5': None}, {'9' * 30: 1}, [5], 'x',
+    for b in ({'258': 1}, {'-1': 1}, {'abc': 1}, {'1.0': 1}, {'': 1}, {'5': 101}, {'5': '1'}, {'5': None},
+              {'9' * 30: 1}, [5], 'x',
               {str(i): 1 for i in range(2000)}): refused(w.complete(logit_bias=b), param='logit_bias')
     for k in ('stop_token_ids', 'allowed_token_ids'):
         for ids in ([258], [-1], ['a'], [1.0], 5): refused(w.complete(**{k: ids}), param=k)
@@ -145,14 +153,16 @@ def test_fault_10_logit_bias(nothing_added):
 
 def test_fault_11_stop(w):
     before = added(w)
-    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**6, 5, [5], {'a': 1}): refused(w.complete(stop=x), param='stop')
+    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**6, 5, [5], {'a': 1}):
+        refused(w.complete(stop=x), param='stop')
     assert added(w) == before
     text = lambda **kw: w.complete('Hello', max_tokens=40, **kw).json['choices'][0]
     free = text()
     assert free == text(stop=[]) == text(stop=None) and free['finish_reason'] == 'length'
     c = next(c for c in free['text'][3:] if c != '\ufffd' and c not in free['text'][:3])
     assert text(stop=c) == text(stop=[c]) and text(stop=c)['text'] == free['text'][:free['text'].index(c)]
-    eos = lambda stop: w.complete(stop=stop, ignore_eos=False, logit_bias={'256': 100}).json['choices'][0]['finish_reason']
+    eos = lambda stop: w.complete(stop=stop, ignore_eos=False,
+                                  logit_bias={'256': 100}).json['choices'][0]['finish_reason']
     assert [eos(x) for x in (None, [], ' ')] == ['stop'] * 3     # none of them silences the end-of-sequence id
 
 def test_fault_12_logprobs(w):
@@ -178,10 +188,12 @@ def test_fault_12_logprobs(w):
 def test_fault_13_empty_and_refused_by_the_template(w, monkeypatch):
     before = added(w)
     for p in ('', [], [[]], ['a', ''], [[1], []], None, 5, {}): refused(w.complete(p), param='prompt')
-    for m in ([], None, [{}], [dict(role='user')], [dict(role='x', content='')], [dict(role='user', content=[])], [dict(role='tool', content='x')],
+    for m in ([], None, [{}], [dict(role='user')], [dict(role='x', content='')], [dict(role='user', content=[])],
+              [dict(role='tool', content='x')],
               [dict(role='user', content=[dict(type='image_url', image_url={})])], 'hi'):
         refused(w.ask('POST', '/v1/chat/completions', dict(model='tiny', messages=m)), param='messages')
-    monkeypatch.setattr(w.llm.tokenizer, 'chat_template', "{{ raise_exception('roles must alternate, says /usr/lib/secret/place.txt') }}")
+    monkeypatch.setattr(w.llm.tokenizer, 'chat_template',
+                        "{{ raise_exception('roles must alternate, says /usr/lib/secret/place.txt') }}")
     e = refused(w.chat(), param='messages')
     assert 'roles must alternate' in e['message'] and 'secret' not in e['message']
     assert added(w) == before
@@ -189,46 +201,57 @@ def test_fault_13_empty_and_refused_by_the_template(w, monkeypatch):
 def test_fault_14_templates_of_clients(nothing_added):
     w = nothing_added
     refused(w.chat(chat_template='{{ 7 * 7 }}'), param='chat_template')
-    for kw in (dict(tokenize=False), dict(chat_template='x'), [], 'x'): refused(w.chat(chat_template_kwargs=kw), param='chat_template_kwargs')
-    for k, v in dict(tools=[{}], tool_choice='auto', response_format=dict(type='json_object'), functions=[{}], modalities=['audio'],
+    for kw in (dict(tokenize=False), dict(chat_template='x'), [], 'x'):
+        refused(w.chat(chat_template_kwargs=kw), param='chat_template_kwargs')
+    for k, v in dict(tools=[{}], tool_choice='auto', response_format=dict(type='json_object'), functions=[{}],
+                     modalities=['audio'],
                      audio={}).items(): refused(w.chat(**{k: v}), param=k)
 
 def test_fault_14_values_that_change_nothing(w):
-    assert w.chat(chat_template_kwargs={}, tools=[], tool_choice='none', response_format=dict(type='text'), audio=None).status == 200
+    assert w.chat(chat_template_kwargs={}, tools=[], tool_choice='none', response_format=dict(type='text'),
+                  audio=None).status == 200
 
 def test_fault_15_unknown_model(nothing_added):
     w = nothing_added
     for name in ('gpt-4', '../../etc/passwd', 'TINY', 'tiny/'):
         refused(w.complete(model=name), 404, 'model', 'model_not_found')
         assert w.ask('GET', f'/v1/models/{name}').status == 404
-    assert w.ask('GET', '/v1/models/tiny').json['id'] == 'tiny' and w.ask('GET', '/v1/models').json['data'][0]['id'] == 'tiny'
+    assert w.ask('GET', '/v1/models/tiny').json['id'] == 'tiny' and w.ask('GET',
+        '/v1/models').json['data'][0]['id'] == 'tiny'
 
 def test_fault_16_keys(tiny):
     with web(tiny, key='sesame', trace=True) as w:
-        for path in ('/v1/models', '/metrics', '/trace', '/openapi.json', '/tokenize', '/nowhere', '//health', '/health/', '/health/../v1/models', '/Health'):
+        for path in ('/v1/models', '/metrics', '/trace', '/openapi.json', '/tokenize', '/nowhere', '//health',
+                     '/health/', '/health/../v1/models', '/Health'):
             for auth in ({'Authorization': 'Bearer wrong'}, {'Authorization': 'sesame'}, {'Authorization': ''},
                          {'Authorization': 'Bearer wrong', 'Host': 'x/health?'}, {'Authorization': 'Bearer sesame2'}):
-                r = w.ask('GET', path, headers=auth); assert r.status == 401 and r.headers['www-authenticate'] == 'Bearer', path
+                r = w.ask('GET', path, headers=auth)
+                assert r.status == 401 and r.headers['www-authenticate'] == 'Bearer', path
         for host in ('x/health?', '/health', 'x/health#', 'a@b/health'):
             s = socket.create_connection((w.host, w.port)); s.settimeout(20)
             s.sendall(f'GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n'.encode())
             assert s.recv(4096)[:12] in (b'HTTP/1.1 401', b'HTTP/1.1 400'); s.close()
         assert w.ask('GET', '/health', headers={'Authorization': 'Bearer wrong'}).status == 200
         assert w.ask('OPTIONS', '/v1/models', headers={'Authorization': '', 'Origin': 'http://evil'}).status == 401
-        assert 'access-control-allow-origin' not in w.ask('GET', '/v1/models', headers={'Origin': 'http://evil'}).headers
-        for scheme in ('bearer', 'BEARER', 'Bearer '): assert w.ask('GET', '/v1/models', headers={'Authorization': f'{scheme} sesame'}).status == 200
-        assert w.ask('GET', '/trace').status == 200 and w.ask('GET', '/trace?n=x').status == 400 and w.ask('GET', '/nowhere').status == 404
+        assert 'access-control-allow-origin' not in w.ask('GET', '/v1/models',
+                                                          headers={'Origin': 'http://evil'}).headers
+        for scheme in ('bearer', 'BEARER', 'Bearer '):
+            assert w.ask('GET', '/v1/models', headers={'Authorization': f'{scheme} sesame'}).status == 200
+        assert w.ask('GET', '/trace').status == 200 and w.ask('GET', '/trace?n=x').status == 400 and w.ask('GET',
+            '/nowhere').status == 404
         assert w.ask('GET', '/v1/completions').status == 405
         w.rests()
 
 def test_fault_17_streams_of_several(w):
     for ask, name in ((w.complete, 'text'), (w.chat, 'content')):
         kw = dict(n=3, temperature=1, seed=5, max_tokens=5)
-        whole = {c['index']: c['text'] if name == 'text' else c['message']['content'] for c in ask(**kw).json['choices']}
+        whole = {c['index']: c['text'] if name == 'text' else c['message']['content']
+                 for c in ask(**kw).json['choices']}
         frames, got, ends = ask(**kw, stream=True).frames, {}, []
         for f in frames:
             c, = f['choices']
-            got[c['index']] = got.get(c['index'], '') + ((c['text'] if name == 'text' else c['delta'].get('content')) or '')
+            got[c['index']] = got.get(c['index'], '') + ((c['text'] if name == 'text' else c['delta'].get('content'))
+                                                         or '')
             if c['finish_reason']: ends.append(c['index'])
         assert got == whole and sorted(ends) == [0, 1, 2] and len(set(whole.values())) == 3
     both = w.complete([NEXT, [1, 2]], n=2, temperature=1, seed=1)
@@ -264,11 +287,13 @@ def test_fault_19_not_ready(tiny):
         s = make_server(make, 'tiny', port=0); t = threading.Thread(target=s.run, args=([s.sock],)); t.start()
         return s, t
     (server, t), (other, u) = begin(), begin()
-    w = type('W', (Web,), dict(__init__=lambda self: None))(); w.server, w.key, (w.host, w.port) = server, None, server.sock.getsockname()[:2]
+    w = type('W', (Web,), dict(__init__=lambda self: None))()
+    w.server, w.key, (w.host, w.port) = server, None, server.sock.getsockname()[:2]
     w.wait(lambda: server.started)
     for r in (w.ask('GET', '/health'), w.complete()): assert r.status == 503 and int(r.headers['retry-after']) <= 120
     assert w.complete().error['code'] == 'starting'
-    w.wait(lambda: other.started); other.handle_exit(); u.join(5); assert not u.is_alive()     # told to stop while the model loads: it does not wait for it
+    # told to stop while the model loads: it does not wait for it
+    w.wait(lambda: other.started); other.handle_exit(); u.join(5); assert not u.is_alive()
     gate.set(); server.up.wait(20)
     assert w.ask('GET', '/health').status == 200 and w.complete().status == 200
     server.handle_exit(); t.join(20); assert server.code == 0
@@ -337,8 +362,10 @@ def test_fault_24_nan_in_one_row(w, stream):
     run = w.llm.execute
     def execute(plan):
         out = run(plan)
-        for i in [s.request.request_id for s in plan.scheduled if 13 in s.request.prompt_ids and len(s.request.output_ids) == 2]:
-            if i in out.sampled: del out.sampled[i]; out.errors[i] = Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits')
+        for i in [s.request.request_id for s in plan.scheduled if 13 in s.request.prompt_ids
+                  and len(s.request.output_ids) == 2]:
+            if i in out.sampled:
+                del out.sampled[i]; out.errors[i] = Failure(Code.NAN_LOGITS, 'the model gave NaN or infinite logits')
         return out
     w.llm.execute = execute
     mate = []
@@ -356,11 +383,13 @@ def test_fault_25_an_exception_for_one(w, monkeypatch, where):
     if where == 'text':
         from cbatch.text import Detokenizer
         push = Detokenizer.push
-        monkeypatch.setattr(Detokenizer, 'push', lambda self, ids, last=False: 1 / 0 if self.p.seed == 666 and len(ids) == 3 else push(self, ids, last))
+        monkeypatch.setattr(Detokenizer, 'push', lambda self, ids, last=False: 1 / 0 if self.p.seed == 666
+                            and len(ids) == 3 else push(self, ids, last))
     else:
         import cbatch.ragged_batch as rb
         sample = rb.sample
-        monkeypatch.setattr(rb, 'sample', lambda logits, states, *a: 1 / 0 if any(s.params.seed == 666 for s in states) else sample(logits, states, *a))
+        monkeypatch.setattr(rb, 'sample', lambda logits, states, *a: 1 / 0 if any(s.params.seed == 666 for s in states)
+                            else sample(logits, states, *a))
     mate, t = [], threading.Thread(target=lambda: mate.append(w.complete(max_tokens=20)))
     w.slow(.005); t.start()
     e = refused(w.complete(seed=666), 500, code='engine_error')
@@ -371,16 +400,19 @@ def test_fault_25_an_exception_for_one(w, monkeypatch, where):
 def test_fault_26_an_exception_in_a_step(w, exc):
     times = [1]
     def burst(plan):
-        if len(plan.scheduled) == 2 and min(len(s.request.output_ids) for s in plan.scheduled) == 3 and times: times.pop(); raise exc
+        if len(plan.scheduled) == 2 and min(len(s.request.output_ids) for s in plan.scheduled) == 3 and times:
+            times.pop(); raise exc
     w.until_sent(2); w.hooks.append(burst)
     got = {}
-    ts = [threading.Thread(target=lambda s=s: got.update({s: w.complete(stream=s, max_tokens=20)})) for s in (True, False)]
+    ts = [threading.Thread(target=lambda s=s: got.update({s: w.complete(stream=s, max_tokens=20)}))
+          for s in (True, False)]
     for t in ts: t.start()
     for t in ts: t.join(20)
     assert not times and len(got) == 2
     whole, stream = got[False], got[True]
     if isinstance(exc, torch.OutOfMemoryError):               # tried again with half of it, and nobody noticed
-        assert whole.json['choices'][0]['text'] == ref(w.llm.model, NEXT, 20).text and stream.frames[-1]['choices'][0]['finish_reason'] == 'length'
+        assert whole.json['choices'][0]['text'] == ref(w.llm.model, NEXT,
+                                                       20).text and stream.frames[-1]['choices'][0]['finish_reason'] == 'length'
     else:
         refused(whole, 500, code='engine_error')
         assert stream.frames[-1]['error']['code'] == 'engine_error'
@@ -415,7 +447,8 @@ def test_fault_27_the_engine_is_gone(tiny, how):
 def test_fault_28_drain(fresh):
     with fresh(drain_timeout_s=3., engine=dict(max_num_seqs=2)) as w:
         w.until_sent(4, .02)
-        got, jobs = {}, dict(short=dict(max_tokens=4), waiting=dict(max_tokens=4), long=dict(max_tokens=450), stream=dict(max_tokens=450, stream=True))
+        got, jobs = {}, dict(short=dict(max_tokens=4), waiting=dict(max_tokens=4), long=dict(max_tokens=450),
+                             stream=dict(max_tokens=450, stream=True))
         ts = [threading.Thread(target=lambda k=k, kw=kw: got.update({k: w.complete(**kw)})) for k, kw in jobs.items()]
         for t in ts: t.start(); time.sleep(.01)
         w.wait(lambda: w.server.engine.worker.desk.sent == 4)
@@ -448,12 +481,15 @@ def test_fault_29_deadlines(fresh):
 
 def test_fault_30_errors_in_a_stream(w):
     def burst(plan):
-        if plan.scheduled and len(plan.scheduled[0].request.output_ids) == 3: raise RuntimeError('boom at /usr/lib/x.py')
+        if plan.scheduled and len(plan.scheduled[0].request.output_ids) == 3:
+            raise RuntimeError('boom at /usr/lib/x.py')
     w.hooks.append(burst)
     r = w.chat(stream=True)
     assert r.status == 200 and r.headers['content-type'].startswith('text/event-stream')
-    assert r.frames[-1]['error'] == dict(message='the engine failed on this request', type='server_error', param=None, code='engine_error')
-    with pytest.raises(openai.APIError, match='the engine failed'): list(w.client().chat.completions.create(model='tiny',
+    assert r.frames[-1]['error'] == dict(message='the engine failed on this request', type='server_error', param=None,
+                                         code='engine_error')
+    with pytest.raises(openai.APIError, match='the engine failed'):
+        list(w.client().chat.completions.create(model='tiny',
             messages=[dict(role='user', content='x')], stream=True, max_tokens=9, temperature=0))
 
 def test_fault_31_the_clock_jumps(w, monkeypatch):
@@ -470,10 +506,12 @@ def test_fault_32_pressure(fresh):
     with fresh(engine=dict(num_blocks=19, max_num_seqs=8, watermark=0.), limits=dict(max_waiting=16)) as w:
         prompts = [[i + 1] * (4 + i) for i in range(8)]
         got = {}
-        ts = [threading.Thread(target=lambda i=i: got.update({i: w.complete(prompts[i], max_tokens=60 - len(prompts[i]))})) for i in range(8)]
+        ts = [threading.Thread(target=lambda i=i: got.update({i: w.complete(prompts[i],
+            max_tokens=60 - len(prompts[i]))})) for i in range(8)]
         for t in ts: t.start()
         for t in ts: t.join(60)
-        for i, p in enumerate(prompts): assert got[i].json['choices'][0]['text'] == ref(w.llm.model, p, 60 - len(p)).text
+        for i, p in enumerate(prompts):
+            assert got[i].json['choices'][0]['text'] == ref(w.llm.model, p, 60 - len(p)).text
         assert w.llm.metrics['num_preemptions'] > 0
         w.rests()
 
@@ -492,7 +530,8 @@ def test_fault_34_notebooks(tiny):
     llm, before = LLM(tiny, **ENGINE), set(threading.enumerate())
     for _ in range(2):
         with background(llm, 'tiny') as server: assert Web(server, llm).complete().status == 200
-        assert llm.generate(NEXT, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids == ref(tiny, NEXT,
+        assert llm.generate(NEXT, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+                            use_tqdm=False)[0].outputs[0].token_ids == ref(tiny, NEXT,
                 6).token_ids
     async def cell():
         with background(llm, 'tiny') as server: return await asyncio.to_thread(Web(server, llm).complete)

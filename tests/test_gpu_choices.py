@@ -11,10 +11,14 @@ from cbatch.runner import pool_blocks, step_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
-def kv(device, dtype=torch.float16, block_size=16, head_dim=64): return KVShape(4, block_size, 1, 2, head_dim, dtype, device)
+def kv(device, dtype=torch.float16, block_size=16, head_dim=64):
+    return KVShape(4, block_size, 1, 2, head_dim, dtype, device)
 
-@pytest.mark.parametrize('capability,dtype,want', [((7, 5), torch.float16, 'triton'), ((7, 5), torch.bfloat16, 'torch'), ((7, 0), torch.float16, 'torch'), ((8, 0), torch.bfloat16, 'triton'),
-                                                   ((9, 0), torch.float16, 'triton'), ((9, 0), torch.float32, 'torch'), ((12, 0), torch.bfloat16, 'triton')])
+@pytest.mark.parametrize('capability,dtype,want', [((7, 5), torch.float16, 'triton'),
+                                                   ((7, 5), torch.bfloat16, 'torch'), ((7, 0), torch.float16, 'torch'),
+                                                   ((8, 0), torch.bfloat16, 'triton'),
+                                                   ((9, 0), torch.float16, 'triton'), ((9, 0), torch.float32, 'torch'),
+                                                   ((12, 0), torch.bfloat16, 'triton')])
 def test_backend_by_capability(monkeypatch, capability, dtype, want):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
     assert best_backend(kv('cuda', dtype)) == want and best_backend(kv('mps', dtype)) == 'torch'
@@ -26,16 +30,20 @@ def test_what_the_kernels_do_not_know_goes_through_torch(monkeypatch, kw):
 
 def test_no_triton_no_kernels(monkeypatch):
     "On Windows there is CUDA and no Triton"
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (9, 0)); monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (9, 0))
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     assert best_backend(kv('cuda')) == 'torch'
 
 def test_rocm_stays_with_torch(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (9, 4)); monkeypatch.setattr(torch.version, 'hip', '6.4')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: (9, 4))
+    monkeypatch.setattr(torch.version, 'hip', '6.4')
     assert best_backend(kv('cuda')) == 'torch'
 
 def fresh(code):
     "The modules of ours that are loaded after `code`, in a new process"
-    ran = subprocess.run([sys.executable, '-c', code + "; import sys; print(*(m for m in sys.modules if m.startswith('cbatch.')))"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, '-c', code
+                          + "; import sys; print(*(m for m in sys.modules if m.startswith('cbatch.')))"],
+                         capture_output=True, text=True, check=True)
     return set(ran.stdout.splitlines()[-1].split())
 
 def test_an_engine_on_a_cpu_loads_nothing_for_gpus():
@@ -58,13 +66,19 @@ def test_each_backend_does_what_is_asked_of_one(name):
         if what.startswith('_') and what != '__init__': continue
         has = getattr(cls, what)
         assert callable(has)
-        if what != 'fits': assert list(inspect.signature(has).parameters) == list(inspect.signature(asked).parameters), what
+        if what != 'fits':
+            assert list(inspect.signature(has).parameters) == list(inspect.signature(asked).parameters), what
     assert list(inspect.signature(cls.fits).parameters) == ['shape']
 
-SAID = [('cpu', kv('cuda', torch.float32), 'on cuda: needs a CPU'), ('cpu', kv('cpu'), "use dtype='float32' or 'bfloat16'"),
-        ('cpu', kv('cpu', torch.float32, block_size=24), 'block_size=24: must be a multiple of 16'), ('cpu', kv('cpu', torch.float32, head_dim=24), 'head_dim=24: must be a multiple of 16'),
-        ('triton', kv('mps'), 'on mps: needs a GPU'), ('triton', kv('cuda', torch.float32), "use dtype='float16' or 'bfloat16'"), ('triton', kv('cuda', torch.bfloat16), 'capability 7.5: needs 8.0'),
-        ('triton', kv('cuda', block_size=24), 'block_size=24: must be a power of two'), ('triton', kv('cuda', head_dim=512), 'head_dim=512: must be at most 256')]
+SAID = [('cpu', kv('cuda', torch.float32), 'on cuda: needs a CPU'),
+        ('cpu', kv('cpu'), "use dtype='float32' or 'bfloat16'"),
+        ('cpu', kv('cpu', torch.float32, block_size=24), 'block_size=24: must be a multiple of 16'),
+        ('cpu', kv('cpu', torch.float32, head_dim=24), 'head_dim=24: must be a multiple of 16'),
+        ('triton', kv('mps'), 'on mps: needs a GPU'), ('triton', kv('cuda', torch.float32),
+                                                       "use dtype='float16' or 'bfloat16'"),
+        ('triton', kv('cuda', torch.bfloat16), 'capability 7.5: needs 8.0'),
+        ('triton', kv('cuda', block_size=24), 'block_size=24: must be a power of two'),
+        ('triton', kv('cuda', head_dim=512), 'head_dim=512: must be at most 256')]
 
 @pytest.mark.parametrize('name,shape,why', SAID, ids=[f'{n}: {w}' for n, _, w in SAID])
 def test_what_does_not_fit_is_said(monkeypatch, name, shape, why):
@@ -90,9 +104,12 @@ def test_a_backend_of_ones_own(monkeypatch):
         @classmethod
         def fits(cls, shape): return 'not today' if shape.block_size > 4 else None
     register_backend('mine', Mine)
-    with LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=4) as llm: assert type(llm.runner.executor.backend) is Mine
-    with pytest.raises(ValueError, match='not today'): LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=8)
-    with pytest.raises(ValueError, match="backend='yours': know auto, torch, cpu, triton, triton-turing, mine"): LLM(tiny_lm('llama'), backend='yours', num_blocks=20)
+    with LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=4) as llm:
+        assert type(llm.runner.executor.backend) is Mine
+    with pytest.raises(ValueError, match='not today'):
+        LLM(tiny_lm('llama'), backend='mine', num_blocks=20, block_size=8)
+    with pytest.raises(ValueError, match="backend='yours': know auto, torch, cpu, triton, triton-turing, mine"):
+        LLM(tiny_lm('llama'), backend='yours', num_blocks=20)
 
 @pytest.mark.parametrize('capability,dots', [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_dots_by_capability(monkeypatch, capability, dots):
@@ -132,7 +149,8 @@ def test_the_script_for_a_gpu_runs_through_in_small():
     "Every part of bench/gpu.py, interpreted; it writes no record"
     pytest.importorskip('triton')
     root = Path(__file__).resolve().parent.parent
-    ran = subprocess.run([sys.executable, root/'bench'/'gpu.py', '--dry-run'], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, root/'bench'/'gpu.py', '--dry-run'], capture_output=True, text=True,
+                         timeout=300)
     assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == 'all checks passed', ran.stdout + ran.stderr[-2000:]
 
 @pytest.mark.slow
@@ -141,4 +159,5 @@ def test_compiled_by_torch():
     lm, prompts = tiny_lm('llama'), [[1, 2, 3] * 7, [4, 5], [6, 7, 8] * 9]
     small = dict(num_blocks=50, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
     with LLM(lm, **small) as llm: want = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    with LLM(lm, compile=True, **small) as llm: assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == want
+    with LLM(lm, compile=True, **small) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == want

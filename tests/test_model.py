@@ -104,7 +104,8 @@ def test_converted_once(gguf, monkeypatch, capsys):
 
 def test_race(gguf, monkeypatch):
     meet, results = threading.Barrier(2, timeout=30), []
-    monkeypatch.setattr(loading, '_gguf_tokenizer', lambda p: (meet.wait(), byte_tokenizer())[1])  # both are writing now
+    # both are writing now
+    monkeypatch.setattr(loading, '_gguf_tokenizer', lambda p: (meet.wait(), byte_tokenizer())[1])
     run = lambda: results.append(loading._convert(gguf))
     threads = [threading.Thread(target=run) for _ in range(2)]
     for t in threads: t.start()
@@ -211,7 +212,8 @@ def test_refused_by_configuration(tmp_path, arch, why):
     config.save_pretrained(tmp_path)  # no weights there: it never gets so far
     with pytest.raises(ValueError, match=why): load_model(tmp_path)
 
-@pytest.mark.parametrize('arch', ['qwen2', 'qwen3', 'mistral', 'gemma2', 'gemma3_text', 'phi', 'phi3', 'olmo2', 'smollm3',
+@pytest.mark.parametrize('arch', ['qwen2', 'qwen3', 'mistral', 'gemma2', 'gemma3_text', 'phi', 'phi3', 'olmo2',
+                                  'smollm3',
                                   'granite', 'cohere', 'starcoder2', 'gpt2', 'gpt_neox', 'opt', 'mixtral'])
 def test_tiny_of_any_architecture(arch):
     llm = load_model(served(tiny_lm(arch)))
@@ -275,7 +277,8 @@ def test_attention_of_nested_configs():
     "Each part gets the word, and the model's own keep theirs"
     text = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    config = AutoConfig.for_model('gemma3', text_config=text, vision_config=vision | dict(patch_size=14), mm_tokens_per_image=4)
+    config = AutoConfig.for_model('gemma3', text_config=text, vision_config=vision | dict(patch_size=14),
+                                  mm_tokens_per_image=4)
     hf = AutoModelForImageTextToText.from_config(config)
     parts = lambda hf: [c._attn_implementation for c in (hf.config, hf.config.text_config, hf.config.vision_config)]
     hf.config.vision_config._attn_implementation = 'eager'
@@ -321,7 +324,8 @@ def test_two_engines_over_one_model(arch):
 def test_transformers_generates_while_an_engine_steps(arch):
     lm = served(tiny_lm(arch))
     llm, ids = LLM(lm, backend='torch', lean=False), torch.tensor([[5, 6, 7, 8, 9]])
-    theirs = lambda times: [lm.hf_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
+    theirs = lambda times: [lm.hf_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None,
+                                                 pad_token_id=0).tolist()
                             for _ in range(times)]
     alone = [answers(llm, [[11, 12], [200, 100, 50]], 1) * 15, theirs(1) * 15]
     assert together(lambda: answers(llm, [[11, 12], [200, 100, 50]], 15), lambda: theirs(15)) == alone

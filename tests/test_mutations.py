@@ -36,7 +36,8 @@ def rewritten(f, old, new):
 @fault()
 def slot_off_by_one(put):
     old = cbatch.ragged_batch.slot_mapping
-    put(cbatch.ragged_batch, 'slot_mapping', lambda table, start, stop, bs: [x - x % bs + (x + 1) % bs for x in old(table, start, stop, bs)])
+    put(cbatch.ragged_batch, 'slot_mapping', lambda table, start, stop,
+        bs: [x - x % bs + (x + 1) % bs for x in old(table, start, stop, bs)])
 
 @fault()
 def reads_beyond_its_length(put):
@@ -140,20 +141,24 @@ def one_request_more_than_slots(put):
     put(Scheduler, '_shut', rewritten(Scheduler._shut, 'len(self.running) >=', 'len(self.running) >'))
 
 @fault()
-def nobody_joins_while_others_run(put): put(Policy, 'close', lambda self, s, now: Reason(Why.CLOSED) if s.running else None)
+def nobody_joins_while_others_run(put):
+    put(Policy, 'close', lambda self, s, now: Reason(Why.CLOSED) if s.running else None)
 
 @fault('static')
 def joins_a_closed_batch(put): put(Static, 'close', lambda self, s, now: None)
 
 @fault('dynamic')
-def does_not_wait_for_company(put): put(Dynamic, 'close', lambda self, s, now: Reason(Why.CLOSED) if s.running else None)
+def does_not_wait_for_company(put):
+    put(Dynamic, 'close', lambda self, s, now: Reason(Why.CLOSED) if s.running else None)
 
 @fault('dynamic')
-def window_never_ends(put): put(Dynamic, 'wakeup', lambda self, s, now: None if s.running or not s.waiting else now + 1e-3)
+def window_never_ends(put):
+    put(Dynamic, 'wakeup', lambda self, s, now: None if s.running or not s.waiting else now + 1e-3)
 
 @fault()
 def one_token_too_many(put):
-    put(Scheduler, 'update', rewritten(Scheduler.update, 'len(r.output_ids) >= r.max_tokens', 'len(r.output_ids) > r.max_tokens'))
+    put(Scheduler, 'update', rewritten(Scheduler.update, 'len(r.output_ids) >= r.max_tokens',
+                                       'len(r.output_ids) > r.max_tokens'))
 
 # --- reports
 
@@ -193,7 +198,8 @@ def found(run, seeds):
     "Does a schedule fail?"
     for seed in seeds:
         try: run(seed)
-        except (TypeError, AttributeError): raise              # the fault does not fit the engine any more: mend the fault
+        # the fault does not fit the engine any more: mend the fault
+        except (TypeError, AttributeError): raise
         except Exception as e:
             assert not any(w in str(e) for w in ('TypeError', 'AttributeError')), e
             return True

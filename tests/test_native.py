@@ -33,7 +33,8 @@ def test_no_compiler_is_no_error(piece, monkeypatch):
     so = piece().build()
     monkeypatch.setenv('PATH', ''); monkeypatch.delenv('CXX', raising=False)
     p = piece()
-    with pytest.warns(UserWarning, match='no C\\+\\+ compiler.*torch') as seen: assert p.build() is None and p.build() is None and not any(build_all().values())
+    with pytest.warns(UserWarning, match='no C\\+\\+ compiler.*torch') as seen:
+        assert p.build() is None and p.build() is None and not any(build_all().values())
     assert len(seen) == 1 and p.lib is None and so.exists()
 
 @needs_compiler
@@ -64,7 +65,8 @@ def test_a_damaged_file_is_not_there_and_is_built_again(piece, content):
 def test_another_processor_compiler_source_or_torch_finds_nothing(piece, monkeypatch, tmp_path):
     piece().build()
     assert piece(SOURCE + '\n').find() is None and piece(flags=('-g',)).find() is None and piece().find()
-    for what, name, value in (native, '_cpu', lambda: 'a 386'), (torch, '__version__', '1.0'), (torch.backends.cpu, 'get_cpu_capability', lambda: 'NO AVX'):
+    for what, name, value in (native, '_cpu', lambda: 'a 386'), (torch, '__version__', '1.0'), (torch.backends.cpu,
+        'get_cpu_capability', lambda: 'NO AVX'):
         with monkeypatch.context() as m: m.setattr(what, name, value); assert piece().find() is None
     other = tmp_path/'c++'; other.write_text('#!/bin/sh\nexit 1\n'); other.chmod(0o755)
     monkeypatch.setenv('CXX', str(other)); assert piece().find() is None
@@ -82,14 +84,17 @@ def test_every_struct_lies_alike_on_both_sides(monkeypatch, tmp_path):
     from cbatch.sampler import SAMPLER_CPP
     monkeypatch.setenv('CBATCH_CACHE', str(tmp_path)); monkeypatch.setenv('CBATCH_NATIVE', '1')
     found = {s for s in native.Struct.__subclasses__() if s.cpp in LEAN_CPP or s.cpp in SAMPLER_CPP}
-    assert {s.__name__ for s in found} == {'Row', 'KVPool', 'Write', 'Step', 'Matrix', 'LeanLayer', 'LeanWeights', 'LeanStep'}
+    assert {s.__name__ for s in found} == {'Row', 'KVPool', 'Write', 'Step', 'Matrix', 'LeanLayer', 'LeanWeights',
+                                           'LeanStep'}
     for s in found:
         names = [f for f, *_ in s._fields_]
-        asks = ''.join(f'*out++ = offsetof({s.__name__}, {f}); *out++ = sizeof((({s.__name__}*)0)->{f}); ' for f in names)
+        asks = ''.join(f'*out++ = offsetof({s.__name__}, {f}); *out++ = sizeof((({s.__name__}*)0)->{f}); '
+                       for f in names)
         source = LEAN_CPP if s.cpp in LEAN_CPP else SAMPLER_CPP
         lib = native.trial(f'{source}\n#include <cstddef>\nextern "C" void layout(int64_t* out) {{ *out++ = sizeof({s.__name__}); {asks}}}', dict(layout=[ctypes.c_void_p]), '-O0')
         theirs = torch.zeros(1 + 2 * len(names), dtype=torch.long); lib.layout(theirs.data_ptr())
-        assert theirs.tolist() == [ctypes.sizeof(s), *(x for f in names for x in (getattr(s, f).offset, getattr(s, f).size))], s.__name__
+        assert theirs.tolist() == [ctypes.sizeof(s), *(x for f in names
+                                                       for x in (getattr(s, f).offset, getattr(s, f).size))], s.__name__
 
 @pytest.mark.parametrize('table', ['int32', 'int16 x', 'Other x', 'int64 x; float'])
 def test_a_table_that_says_nothing_is_refused(table):
@@ -103,9 +108,11 @@ def test_a_trial_is_nobodys(piece):
 @needs_compiler
 def test_two_processes_at_once(piece, tmp_path):
     "One compiles, the other waits and finds it; whoever dies leaves no lock"
-    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'    # no transformers
+    # no transformers
+    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'
     code = f'{light}\nfrom cbatch.native import Native\np = Native("piece", {SOURCE!r}, dict(twice=[ctypes.c_void_p, ctypes.c_int64]))\nprint(p.build()); assert p.lib'
-    ran = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    ran = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+           for _ in range(2)]
     said = [p.communicate(timeout=120) for p in ran]
     assert [p.returncode for p in ran] == [0, 0] and said[0][0] == said[1][0] != 'None\n'
     assert sum('compiling' in err for _, err in said) == 1 and len(list(tmp_path.rglob('*.so'))) == 1

@@ -49,9 +49,13 @@ def test_names_labels_buckets(engine, compat):
     for fam in f.values():
         for s in fam.samples: assert (s.labels['model_name'], s.labels['engine']) == ('m', '0')
     bounds = lambda n: tuple(float(s.labels['le']) for s in f[f'{compat}:{n}_bucket'].samples if 'le' in s.labels)[:-1]
-    for n, want in dict(time_to_first_token_seconds=TTFT, inter_token_latency_seconds=ITL, request_time_per_output_token_seconds=ITL, e2e_request_latency_seconds=LATENCY, request_queue_time_seconds=LATENCY,
-                        iteration_tokens_total=STEP_TOKENS, request_prompt_tokens=token_buckets(160), request_num_preemptions=(1, 2, 3, 4, 5, 10, 20)).items(): assert bounds(n) == want
-    assert TTFT[:3] == (.001, .005, .01) and TTFT[-2:] == (640, 2560) and len(TTFT) == 22 and len(ITL) == 19 and len(LATENCY) == 21 and STEP_TOKENS == (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    for n, want in dict(time_to_first_token_seconds=TTFT, inter_token_latency_seconds=ITL,
+                        request_time_per_output_token_seconds=ITL, e2e_request_latency_seconds=LATENCY,
+                        request_queue_time_seconds=LATENCY,
+                        iteration_tokens_total=STEP_TOKENS, request_prompt_tokens=token_buckets(160),
+                        request_num_preemptions=(1, 2, 3, 4, 5, 10, 20)).items(): assert bounds(n) == want
+    assert TTFT[:3] == (.001, .005, .01) and TTFT[-2:] == (640,
+                                                           2560) and len(TTFT) == 22 and len(ITL) == 19 and len(LATENCY) == 21 and STEP_TOKENS == (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     page, kind = e.render('application/openmetrics-text; version=1.0.0')
     assert 'openmetrics' in kind and page.endswith(b'# EOF\n')
 
@@ -63,20 +67,30 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
     assert m['num_preemptions'] and value('cbatch:num_preemptions_total') == m['num_preemptions']
     assert value('cbatch:generation_tokens_total') == 42 == m['num_sampled_tokens'] and value('cbatch:request_success_total', finished_reason='length') == 7
     assert sum(value('cbatch:slot_steps_total', use=u) for u in ('sampled', 'prefilling', 'idle')) == 4 * m['num_steps']
-    for name, xs in dict(time_to_first_token_seconds=[x.token_times[0] - x.arrival for x in ms], e2e_request_latency_seconds=[x.finished_at - x.arrival for x in ms], request_queue_time_seconds=[x.scheduled_at - x.arrival for x in ms],
-                         request_decode_time_seconds=[x.finished_at - x.token_times[0] for x in ms], inter_token_latency_seconds=[b - a for x in ms for a, b in zip(x.token_times, x.token_times[1:])],
-                         request_num_preemptions=[x.num_preemptions for x in ms], request_prompt_tokens=[9] * 7, request_params_max_tokens=[6] * 7, request_time_per_output_token_seconds=[(x.finished_at - x.token_times[0]) / 5 for x in ms]).items():
+    for name, xs in dict(time_to_first_token_seconds=[x.token_times[0] - x.arrival for x in ms],
+                         e2e_request_latency_seconds=[x.finished_at - x.arrival for x in ms],
+                         request_queue_time_seconds=[x.scheduled_at - x.arrival for x in ms],
+                         request_decode_time_seconds=[x.finished_at - x.token_times[0] for x in ms],
+                         inter_token_latency_seconds=[b - a for x in ms
+                                                      for a, b in zip(x.token_times, x.token_times[1:])],
+                         request_num_preemptions=[x.num_preemptions for x in ms], request_prompt_tokens=[9] * 7,
+                         request_params_max_tokens=[6] * 7,
+                         request_time_per_output_token_seconds=[(x.finished_at - x.token_times[0]) / 5
+                                                                for x in ms]).items():
         assert value(f'cbatch:{name}_count') == len(xs) and value(f'cbatch:{name}_sum') == pytest.approx(sum(xs)) and min(xs) >= 0, name
     for name in TIMES: assert value(f'cbatch:{name}_sum') >= 0
-    assert (value('cbatch:kv_cache_usage_perc'), value('cbatch:num_requests_running'), value('cbatch:num_requests_waiting')) == (0, 0, 0) and not e.since
-    if trace: assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens'] and value('cbatch:iteration_tokens_total_count') == m['num_steps']
+    assert (value('cbatch:kv_cache_usage_perc'), value('cbatch:num_requests_running'),
+            value('cbatch:num_requests_waiting')) == (0, 0, 0) and not e.since
+    if trace:
+        assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens'] and value('cbatch:iteration_tokens_total_count') == m['num_steps']
 
 def test_what_went_wrong_is_counted_once(engine):
     llm = engine(max_num_seqs=1)
     poison(llm, lambda r: r.user == 'nan')
     async def visit(a, e):
         for how in ('bad', 'late', 'left'):
-            async with await a.add([1, 2], sp(max_tokens=100), user='nan' if how == 'bad' else None, timeout_s=0 if how == 'late' else None) as s:
+            async with await a.add([1, 2], sp(max_tokens=100), user='nan' if how == 'bad' else None, timeout_s=0
+                                   if how == 'late' else None) as s:
                 if how != 'left': assert (await s.result()).error
                 else: assert (await anext(s)).outputs[0].token_ids       # has tokens, and is no latency all the same
         await crowd(a, e)
@@ -94,15 +108,20 @@ def test_what_went_wrong_is_counted_once(engine):
         return await visit(a, Exporter(a, 'm'))
     get = asyncio.run(main())
     value = lambda name, **kw: get(name, dict(model_name='m', engine='0') | kw)
-    assert value('cbatch:corrupted_requests_total') == 1 and value('cbatch:request_success_total', finished_reason='error') == 2
-    assert value('cbatch:request_success_total', finished_reason='abort') + value('cbatch:request_success_total', finished_reason='length') == 15
-    assert [value('cbatch:admission_rejections_total', reason=r) for r in ('requests', 'closed', 'tokens')] == [1, 1, None]
-    assert value('cbatch:e2e_request_latency_seconds_count') == value('cbatch:request_success_total', finished_reason='length')
+    assert value('cbatch:corrupted_requests_total') == 1 and value('cbatch:request_success_total',
+        finished_reason='error') == 2
+    assert value('cbatch:request_success_total', finished_reason='abort') + value('cbatch:request_success_total',
+        finished_reason='length') == 15
+    assert [value('cbatch:admission_rejections_total', reason=r) for r in ('requests', 'closed', 'tokens')] == [1, 1,
+        None]
+    assert value('cbatch:e2e_request_latency_seconds_count') == value('cbatch:request_success_total',
+        finished_reason='length')
 
 def test_why_the_queue_waits(engine):
     def said(*decisions, **kw): return why_waiting(StepRecord(0, 0., 0., decisions=list(decisions), **kw))
     def waits(*reason): return Decision('a', Kind.WAITS, *reason)
-    reasons = [(Why.BATCH_FULL,), (Why.BUDGET,), (Why.BLOCKS, 1), (Why.BLOCKS, 3), (Why.MEMORY,), (Why.FORK, None, 'r0'),
+    reasons = [(Why.BATCH_FULL,), (Why.BUDGET,), (Why.BLOCKS, 1), (Why.BLOCKS, 3), (Why.MEMORY,),
+               (Why.FORK, None, 'r0'),
                (Why.CLOSED,), (Why.WINDOW, 5), (Why.PREFIX, 144, 'r3'), ('words of a policy of its own',)]
     assert [said(waits(*r)) for r in reasons] == ['batch_full', 'budget', 'blocks', 'blocks', 'blocks', 'prefix',
                                                   'policy', 'policy', 'prefix', 'policy']
@@ -115,7 +134,8 @@ def test_why_the_queue_waits(engine):
     async def visit(a, e):
         streams = await a.add_many([([1, 2], sp())] * 5)
         while len(at) < 3: await asyncio.sleep(.002)
-        seen = [e.registry.get_sample_value('cbatch:num_requests_waiting_by_reason', dict(model_name='m', engine='0', reason=r)) for r in REASONS]
+        seen = [e.registry.get_sample_value('cbatch:num_requests_waiting_by_reason',
+                                            dict(model_name='m', engine='0', reason=r)) for r in REASONS]
         go.release()
         for s in streams: await s.result()
         return seen
@@ -130,7 +150,8 @@ def test_two_engines_in_one_process(engine):
             for _ in range(2): Exporter(a, 'again')           # a cell that runs twice
             await a.generate([1], sp())                       # one after the other: they share a model
             await b.generate([1], sp(max_tokens=3))
-            get = lambda e, i: e.registry.get_sample_value('cbatch:generation_tokens_total', dict(model_name='m', engine=i))
+            get = lambda e, i: e.registry.get_sample_value('cbatch:generation_tokens_total',
+                                                           dict(model_name='m', engine=i))
             assert (get(x, '0'), get(y, '1'), get(x, '1')) == (6, 3, None)
             Exporter(a, 'm', registry=shared)
             assert shared.get_sample_value('cbatch:generation_tokens_total', dict(model_name='m', engine='0')) == 6
@@ -158,7 +179,8 @@ def test_every_query_of_the_dashboard_finds_something(engine):
     d = json.loads((ROOT/'examples/grafana.json').read_text(encoding='utf-8'))
     assert d['title'] and d['schemaVersion'] >= 36 and '__inputs' not in d
     names = [v['name'] for v in d['templating']['list']]
-    assert names == ['datasource', 'model_name'] and d['templating']['list'][0]['type'] == 'datasource' and d['templating']['list'][0]['query'] == 'prometheus'
+    assert names == ['datasource',
+                     'model_name'] and d['templating']['list'][0]['type'] == 'datasource' and d['templating']['list'][0]['query'] == 'prometheus'
     ids, places = [p['id'] for p in d['panels']], [tuple(p['gridPos'][k] for k in 'xywh') for p in d['panels']]
     assert len(set(ids)) == len(ids) and len(set(places)) == len(places) and all(x + w <= 24 for x, y, w, h in places)
     async def visit(a, e):
@@ -170,13 +192,16 @@ def test_every_query_of_the_dashboard_finds_something(engine):
     labels = {s.name: set(s.labels) for f in text_string_to_metric_families(page.decode()) for s in f.samples}
     asked = set()
     for p in d['panels']:
-        assert p['type'] == 'timeseries' and p['title'] and p['targets'] and len({t['refId'] for t in p['targets']}) == len(p['targets'])
+        assert p['type'] == 'timeseries' and p['title'] and p['targets'] and len({t['refId']
+            for t in p['targets']}) == len(p['targets'])
         for t in p['targets']:
             assert t['datasource'] == p['datasource'] == dict(type='prometheus', uid='${datasource}')
             used = re.findall(r'cbatch:\w+', t['expr']); asked |= set(used)
             assert used and all(u in have for u in used), t['expr']
             assert t['expr'].count('(') == t['expr'].count(')') and t['expr'].count('model_name=~"$model_name"') == len(used)
-            for by in re.findall(r'by \((\w+)\)|\{\{(\w+)\}\}', t['expr'] + t['legendFormat']): assert {*by} - {''} <= set().union(*(labels[u] for u in used))
+            for by in re.findall(r'by \((\w+)\)|\{\{(\w+)\}\}', t['expr'] + t['legendFormat']):
+                assert {*by} - {''} <= set().union(*(labels[u] for u in used))
     base = lambda n: re.sub(r'_(bucket|total)$', '', n)
-    missing = {*TIMES, *OWN, 'request_success', 'admission_rejections', 'corrupted_requests', 'slot_steps', 'num_requests_waiting_by_reason', 'kv_cache_usage_perc'} - {base(n)[7:] for n in asked}
+    missing = {*TIMES, *OWN, 'request_success', 'admission_rejections', 'corrupted_requests', 'slot_steps',
+               'num_requests_waiting_by_reason', 'kv_cache_usage_perc'} - {base(n)[7:] for n in asked}
     assert missing <= {'request_inference_time_seconds'}, missing

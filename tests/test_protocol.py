@@ -13,13 +13,16 @@ from cbatch.wire import ProtocolError, dumps, error_headers, parse_json, sanitis
 
 VOCAB = 258
 MUST = dict(C=dict(model='m', prompt='x'), H=dict(model='m', messages=[dict(role='user', content='x')]))
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(['none', 'm', 'user', 5, 1.0, 1e308]),
-                      lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=4) | st.sampled_from(['role', 'content', 'type', 'text', '5']),
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+                      | st.sampled_from(['none', 'm', 'user', 5, 1.0, 1e308]),
+                      lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=4)
+                          | st.sampled_from(['role', 'content', 'type', 'text', '5']),
                               x, max_size=4), max_leaves=8)
 plain = settings(max_examples=150, deadline=None, derandomize=True)
 
 @plain
-@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda s: s.encode('utf-8', 'surrogatepass')) | values.map(lambda v: json.dumps(v).encode()))
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda s: s.encode('utf-8', 'surrogatepass'))
+       | values.map(lambda v: json.dumps(v).encode()))
 @example(b'{"a": 1, "a": 1}')
 @example(b'{"a": -Infinity}')
 @example(b'[' * 10**5)
@@ -36,7 +39,8 @@ def test_any_bytes(body):
         return
     assert isinstance(d, dict) and parse_json(dumps(d)) == d
 
-@pytest.mark.parametrize('body,says', [(b'{"a": 1, "a": 1}', 'twice'), (b'{"a": {"b": 1, "b": 2}}', 'twice'), (b'{"a": NaN}', 'NaN'),
+@pytest.mark.parametrize('body,says', [(b'{"a": 1, "a": 1}', 'twice'), (b'{"a": {"b": 1, "b": 2}}', 'twice'),
+                                       (b'{"a": NaN}', 'NaN'),
                                        (b'{"a": 1e400}', 'too large'),
     (b'{"a": ' + b'9' * 21 + b'}', '21 digits'), (rb'{"a": "\ud800"}', 'surrogate'), (rb'{"\udc00": 1}',
             'surrogate'), (b'{"a": ' + b'[' * 16 + b']' * 16 + b'}', 'deeply'), (b'[{}]', 'object')])
@@ -52,14 +56,17 @@ def test_any_fields(api, odd):
         assert e.status == 400 and (e.param in {**MUST[api], **odd, 'min_tokens': 0, 'max_tokens': 0})
         assert dumps(e.body)
         return
-    assert isinstance(ask.params, SamplingParams) and ask.prompts and all(math.isfinite(getattr(ask.params, k)) for k in ('temperature', 'top_p', 'min_p'))
-    assert all(i < VOCAB for i in [*ask.params.stop_token_ids, *(ask.params.logit_bias or ()), *(ask.params.allowed_token_ids or ())])
+    assert isinstance(ask.params, SamplingParams) and ask.prompts and all(math.isfinite(getattr(ask.params, k))
+        for k in ('temperature', 'top_p', 'min_p'))
+    assert all(i < VOCAB for i in [*ask.params.stop_token_ids, *(ask.params.logit_bias or ()),
+                                   *(ask.params.allowed_token_ids or ())])
 
 @pytest.mark.parametrize('f', API_FIELDS, ids=lambda f: f'{f.name}-{f.apis}')
 def test_each_row(f):
     "Null is the default; a wrong type names the field; the default and the limits can be said"
     for api in f.apis:
-        must = {k: v for k, v in dict(model='m', prompt='x', messages=MUST['H']['messages'], tokens=[1]).items() if k in fields_of(api) and fields_of(api)[k].need}
+        must = {k: v for k, v in dict(model='m', prompt='x', messages=MUST['H']['messages'], tokens=[1]).items()
+                if k in fields_of(api) and fields_of(api)[k].need}
         if not f.need: assert read_fields(api, must | {f.name: None}, VOCAB)[f.name] == f.default
         for bad in (object, [object], {'x': object}, 'x' * (2**22 + 1)):
             with pytest.raises(ProtocolError) as e: read_fields(api, must | {f.name: bad}, VOCAB)
@@ -79,7 +86,8 @@ def test_the_document_is_the_table():
 
 def test_defaults_are_those_of_the_api():
     c, h = read_request('C', MUST['C'], VOCAB), read_request('H', MUST['H'], VOCAB)
-    assert (c.params.max_tokens, h.params.max_tokens, c.params.temperature, h.params.top_p, c.params.n) == (16, None, 1., 1., 1)
+    assert (c.params.max_tokens, h.params.max_tokens, c.params.temperature, h.params.top_p, c.params.n) == (16, None,
+        1., 1., 1)
     assert not (c.stream or c.echo or c.fixed or c.ignored or c.include_usage) and c.top is None
 
 @pytest.mark.parametrize('room,omitted,said', [(20, 16, 16), (16, 16, 16), (5, 5, 16), (0, 16, 16), (-3, 16, 16)])
@@ -89,31 +97,40 @@ def test_refuse_explicit_clamp_omitted(room, omitted, said):
     assert fitted(read_request('C', MUST['C'] | dict(min_tokens=10), VOCAB), 5).min_tokens == 5
 
 def test_messages_that_come_back_from_a_client():
-    said = dict(role='assistant', content='Yes.', refusal=None, annotations=[], audio=None, function_call=None, tool_calls=None)
+    said = dict(role='assistant', content='Yes.', refusal=None, annotations=[], audio=None, function_call=None,
+                tool_calls=None)
     ask = read_request('H', dict(model='m', messages=[dict(role='developer', content='D'), said,
-                                                      dict(role='user', content=[dict(type='text', text='a'), dict(type='text', text='b')],
+                                                      dict(role='user', content=[dict(type='text', text='a'),
+                                                          dict(type='text', text='b')],
                                                            name='joe')]), VOCAB)
-    assert ask.prompts == [[dict(role='system', content='D'), dict(role='assistant', content='Yes.'), dict(role='user', content='a\nb', name='joe')]]
+    assert ask.prompts == [[dict(role='system', content='D'), dict(role='assistant', content='Yes.'),
+                            dict(role='user', content='a\nb', name='joe')]]
 
 def test_unknown_fields_are_named_and_fit_for_a_header():
-    names = unknown('H', MUST['H'] | {'x\r\nSet-Cookie: a': 1, 'é': 1, 'null': None, 'y' * 500: 1, **{f'z{i}': 1 for i in range(50)}})
-    assert len(names) == 10 and all(n.isascii() and n.isprintable() and len(n) <= 40 for n in names) and 'null' not in names
+    names = unknown('H', MUST['H'] | {'x\r\nSet-Cookie: a': 1, 'é': 1, 'null': None, 'y' * 500: 1,
+                                      **{f'z{i}': 1 for i in range(50)}})
+    assert len(names) == 10 and all(n.isascii() and n.isprintable() and len(n) <= 40
+                                    for n in names) and 'null' not in names
     assert unknown('C', MUST['C'] | dict(top_p=1)) == []
 
-@pytest.mark.parametrize('said', ['no such file: /home/joe/x/model.bin', r'C:\Users\joe\secret.txt is open', 'Object at 0x7f00deadbeef',
+@pytest.mark.parametrize('said', ['no such file: /home/joe/x/model.bin', r'C:\Users\joe\secret.txt is open',
+                                  'Object at 0x7f00deadbeef',
                                   'a\nTraceback (most recent call last)', 'x' * 10**6])
 def test_sanitised(said):
     text = sanitise(said)
     assert not any(s in text for s in ('joe', 'dead', 'Traceback', '\n')) and len(text) <= 300
 
 def test_what_the_engine_refuses_names_its_field():
-    assert (refusal(CapacityError('too long'), 'messages').param, refusal(CapacityError('too long'), 'messages').code) == ('messages',
+    assert (refusal(CapacityError('too long'), 'messages').param,
+            refusal(CapacityError('too long'), 'messages').code) == ('messages',
             'context_length_exceeded')
-    assert refusal(ValueError('bad_words: 2000 tokens'), 'prompt').param == 'bad_words' and refusal(ValueError('whatever'), 'prompt').param == 'prompt'
+    assert refusal(ValueError('bad_words: 2000 tokens'),
+                   'prompt').param == 'bad_words' and refusal(ValueError('whatever'), 'prompt').param == 'prompt'
     assert refusal(ValueError('200 entries of bad_words: at most 128'), 'prompt').param == 'bad_words'
 
 @pytest.mark.parametrize('s,want', [(0., '1'), (.2, '1'), (3.4, '4'), (1e9, '120')])
-def test_retry_after_is_what_the_client_obeys(s, want): assert error_headers(ProtocolError(503, 'x', retry_after=s))['retry-after'] == want
+def test_retry_after_is_what_the_client_obeys(s, want):
+    assert error_headers(ProtocolError(503, 'x', retry_after=s))['retry-after'] == want
 
 def spell(i): return bytes([i]) if i < 256 else b'<eos>'
 def head(api='H', **kw): return Head(read_request(api, MUST[api] | kw, VOCAB), 'fp_x', spell)
@@ -124,12 +141,14 @@ def answers(draw):
     "A finished report and the reports on its way, of one answer"
     ids = draw(st.lists(st.integers(0, 256), min_size=1, max_size=8))
     lps = [{i: Logprob(draw(scores), 1), 7: Logprob(draw(scores), 2)} for i in ids]
-    text, cuts = draw(st.text(max_size=8)), sorted(draw(st.lists(st.integers(0, 8), min_size=len(ids), max_size=len(ids))))
+    text, cuts = draw(st.text(max_size=8)), sorted(draw(st.lists(st.integers(0, 8), min_size=len(ids),
+        max_size=len(ids))))
     cuts[-1], at, reports = max(8, len(text)), 0, []
     for n, cut in enumerate(cuts, 1):
         last = n == len(ids)
         reports.append(RequestOutput('r', None, [1, 2], [CompletionOutput(0, text[:cut], ids[:n],
-                draw(st.sampled_from(['stop', 'length'])) if last else None, delta=text[at:cut], logprobs=lps[:n])], last,
+                draw(st.sampled_from(['stop', 'length'])) if last else None, delta=text[at:cut], logprobs=lps[:n])],
+                                     last,
                                      prompt_logprobs=[None, {2: Logprob(-1., 1)}]))
         at = max(at, cut)
     return reports
@@ -137,7 +156,8 @@ def answers(draw):
 @plain
 @given(answers(), st.sampled_from('CH'), st.booleans(), st.booleans(), st.sampled_from([None, 0, 2]))
 def test_a_stream_says_what_the_whole_says(reports, api, usage, echo, top):
-    kw = dict(stream_options=dict(include_usage=usage)) | ({} if top is None else dict(logprobs=top) if api == 'C' else dict(logprobs=True, top_logprobs=top))
+    kw = dict(stream_options=dict(include_usage=usage)) | ({} if top is None else dict(logprobs=top) if api == 'C'
+                                                           else dict(logprobs=True, top_logprobs=top))
     h = head(api, stream=True, **kw, **(dict(echo=echo) if api == 'C' else {}))
     ch = Chunks(h, ['PQ'])
     chunks = ch.open() + [c for o in reports for c in ch.news(0, o)] + ch.close()
@@ -157,8 +177,10 @@ def test_a_stream_says_what_the_whole_says(reports, api, usage, echo, top):
     assert not ends[0].get('text')
     want, got = whole['choices'][0]['logprobs'], [c['logprobs'] for c in body if c['logprobs']]
     for k in (want or ()): assert sum((g[k] or [] for g in got), []) == (want[k] or [])
-    assert all(('usage' in c) == usage for c in chunks) and (not chunks[-1]['choices'] and chunks[-1].get('usage') == whole['usage']) == usage
-    assert all(frame(c).startswith(b'data: {') and frame(c).endswith(b'}\n\n') and b'\n' not in frame(c)[:-2] for c in chunks)
+    assert all(('usage' in c) == usage for c in chunks) and (not chunks[-1]['choices']
+                                                             and chunks[-1].get('usage') == whole['usage']) == usage
+    assert all(frame(c).startswith(b'data: {') and frame(c).endswith(b'}\n\n') and b'\n' not in frame(c)[:-2]
+               for c in chunks)
 
 def test_scores_of_a_prompt_only():
     h = head('C', echo=True, logprobs=1, max_tokens=0, n=1)
@@ -166,26 +188,33 @@ def test_scores_of_a_prompt_only():
                         prompt_logprobs=[None, {66: Logprob(-math.inf, 9), 67: Logprob(-1., 1)}])
     d = h.whole([out], ['AB'])
     assert d['choices'][0]['text'] == 'AB'
-    assert d['choices'][0]['logprobs'] == dict(tokens=['A', 'B'], token_logprobs=[None, -9999.], top_logprobs=[None, {'C': -1., 'B': -9999.}],
+    assert d['choices'][0]['logprobs'] == dict(tokens=['A', 'B'], token_logprobs=[None, -9999.],
+                                               top_logprobs=[None, {'C': -1., 'B': -9999.}],
                                                text_offset=[0, 1])
     assert d['usage'] == dict(prompt_tokens=2, completion_tokens=0, total_tokens=2)
 
 def test_cached_tokens_only_for_those_who_brought_a_salt():
     from cbatch.core import RequestMetrics
-    out = RequestOutput('r', None, [1] * 9, [CompletionOutput(0, 'z', [122], 'stop')], True, RequestMetrics(0., 0., [], 1., num_cached_tokens=8))
+    out = RequestOutput('r', None, [1] * 9, [CompletionOutput(0, 'z', [122], 'stop')], True,
+                        RequestMetrics(0., 0., [], 1., num_cached_tokens=8))
     assert 'prompt_tokens_details' not in head().whole([out], [''])['usage']
     assert head(cache_salt='s').whole([out], [''])['usage']['prompt_tokens_details'] == dict(cached_tokens=8)
 
-@pytest.mark.parametrize('error,reason,status,code', [(None, 'stop', None, None), ('the model gave NaN or infinite logits', 'error', 500, 'nan_logits'),
+@pytest.mark.parametrize('error,reason,status,code', [(None, 'stop', None, None),
+                                                      ('the model gave NaN or infinite logits', 'error', 500,
+                                                       'nan_logits'),
                                                       ('deadline of 5 s has passed', 'error', 408, 'timeout'),
-    (None, 'abort', 503, 'aborted'), ('RuntimeError: instant inference failed', 'error', 500, 'engine_error'), ('no token is left: the options forbid all',
+    (None, 'abort', 503, 'aborted'), ('RuntimeError: instant inference failed', 'error', 500, 'engine_error'),
+                                                      ('no token is left: the options forbid all',
             'error', 400, 'no_token_left'), ('cut off: 5 bytes', 'abort', 408, 'slow_reader'),
-    *((f'RuntimeError: {x}', 'error', 500, 'engine_error') for x in ('timeout of a kernel', 'abort', 'NaN', 'deadline of 3 s', 'cut off', 'no token is left'))])
+    *((f'RuntimeError: {x}', 'error', 500, 'engine_error') for x in ('timeout of a kernel', 'abort', 'NaN',
+        'deadline of 3 s', 'cut off', 'no token is left'))])
 def test_failures(error, reason, status, code):
     e = failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], reason)], True, error=error))
     assert (e and e.status, e and e.code) == (status, code) and (e is None or 'instant' not in e.message)
 
 def test_failures_know_what_the_sampler_says():
     from cbatch.sampling import WHY
-    codes = [failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], 'error')], True, error=e)).code for e in WHY[1:]]
+    codes = [failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], 'error')], True, error=e)).code
+             for e in WHY[1:]]
     assert codes == ['no_token_left', 'nan_logits']

@@ -18,8 +18,10 @@ def test_the_schedules_were_hard():
     "What the seeds above have met; ties are few"
     seen = sum(map(outcome, SEEDS), Counter())
     print(dict(seen))
-    assert all(seen[f'preempted by {how}'] >= 15 for how in ('recompute', 'swap')) and seen['preempted'] >= 60 and min(seen['padding'], seen['cached']) > 500
-    assert all(seen[p] >= 20 for p in ('vllm', 'static', 'dynamic')) and all(seen[f'by {r}'] > 100 for r in ('stop', 'length'))
+    assert all(seen[f'preempted by {how}'] >= 15 for how in ('recompute',
+                                                             'swap')) and seen['preempted'] >= 60 and min(seen['padding'], seen['cached']) > 500
+    assert all(seen[p] >= 20 for p in ('vllm', 'static', 'dynamic')) and all(seen[f'by {r}'] > 100
+        for r in ('stop', 'length'))
     assert all(seen[f'aborted {s}'] for s in ('waiting', 'mid-prompt', 'running', 'preempted'))
     assert seen['tie'] <= .01 * seen['equal']
 
@@ -32,7 +34,8 @@ def test_expected_is_the_oracles(seed):
     ref = generate_ref(llama(), list(prompts()[prompt]), params)
     assert expected(prompt, wish, params) == (ref.token_ids, ref.finish_reason)
 
-@pytest.mark.parametrize('seeds', [range(i, i + 150) for i in range(0, 3000, 150)], ids=lambda r: f'{r.start}-{r.stop - 1}')
+@pytest.mark.parametrize('seeds', [range(i, i + 150) for i in range(0, 3000, 150)],
+                         ids=lambda r: f'{r.start}-{r.stop - 1}')
 def test_scheduler_alone(seeds):
     "Many small crowds before the scheduler and a toy model that reads through the block table"
     preempted = 0

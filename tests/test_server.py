@@ -31,10 +31,12 @@ def test_openai_plain_and_streamed(w):
     whole = c.completions.create(prompt=NEXT, **GREEDY)
     want = ref(w.llm.model, NEXT, 8)
     assert whole.choices[0].text == want.text and whole.choices[0].finish_reason == 'length' and whole.object == 'text_completion'
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 8, 11) and whole.system_fingerprint.startswith('fp_')
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 8,
+        11) and whole.system_fingerprint.startswith('fp_')
     assert ''.join(p.choices[0].text for p in c.completions.create(prompt=NEXT, stream=True, **GREEDY)) == want.text
     chat = c.chat.completions.create(messages=HI, **GREEDY)
-    assert chat.choices[0].message.content == ref(w.llm.model, w.llm.encode(HI), 8).text and chat.choices[0].message.role == 'assistant'
+    assert chat.choices[0].message.content == ref(w.llm.model, w.llm.encode(HI),
+                                                  8).text and chat.choices[0].message.role == 'assistant'
     parts = list(c.chat.completions.create(messages=HI, stream=True, stream_options=dict(include_usage=True), **GREEDY))
     assert ''.join(p.choices[0].delta.content or '' for p in parts[:-1]) == chat.choices[0].message.content
     assert parts[0].choices[0].delta.role == 'assistant' and parts[-1].choices == [] and parts[-1].usage == chat.usage and len({p.id for p in parts}) == 1
@@ -46,7 +48,8 @@ def test_openai_asyncio_many_at_once(w):
     async def go():
         async with openai.AsyncOpenAI(base_url=w.server.url + '/v1', api_key='x', max_retries=0) as c:
             async def one(p): return ''.join([x.choices[0].text async
-                                              for x in await c.completions.create(prompt=p, stream=True, **GREEDY | dict(max_tokens=n))])
+                                              for x in await c.completions.create(prompt=p, stream=True, **GREEDY
+                                                  | dict(max_tokens=n))])
             return await asyncio.gather(*map(one, prompts))
     assert asyncio.run(go()) == want
 
@@ -58,14 +61,17 @@ def test_openai_samples_and_logprobs(w):
     assert len(lp.tokens) == len(lp.token_logprobs) == len(lp.top_logprobs) == len(lp.text_offset) == 7 and lp.token_logprobs[0] is None
     out = c.chat.completions.create(messages=HI, logprobs=True, top_logprobs=3, **GREEDY)
     t = out.choices[0].logprobs.content
-    assert len(t) == 8 and all(len(x.top_logprobs) == 3 and x.top_logprobs[0].logprob >= x.logprob and bytes(x.bytes) for x in t)
+    assert len(t) == 8 and all(len(x.top_logprobs) == 3 and x.top_logprobs[0].logprob >= x.logprob and bytes(x.bytes)
+                               for x in t)
     assert b''.join(bytes(x.bytes) for x in t).decode(errors='replace') == out.choices[0].message.content
 
 @pytest.mark.parametrize('kw,exc,param,code', [(dict(temperature=-1), openai.BadRequestError, 'temperature', None),
                                                (dict(model='gpt'), openai.NotFoundError, 'model', 'model_not_found'),
-    (dict(prompt=[5] * 2000), openai.BadRequestError, 'prompt', 'context_length_exceeded'), (dict(prompt=''), openai.BadRequestError, 'prompt',
+    (dict(prompt=[5] * 2000), openai.BadRequestError, 'prompt', 'context_length_exceeded'),
+                                               (dict(prompt=''), openai.BadRequestError, 'prompt',
             None), (dict(suffix='x'), openai.BadRequestError, 'suffix', 'unsupported'),
-    (dict(extra_body=dict(timeout=.001, ignore_eos=True), max_tokens=400), openai.APIStatusError, 'timeout', 'timeout')])
+    (dict(extra_body=dict(timeout=.001, ignore_eos=True), max_tokens=400), openai.APIStatusError, 'timeout',
+     'timeout')])
 def test_openai_errors(w, kw, exc, param, code):
     with pytest.raises(exc) as e: w.client().completions.create(**dict(prompt=NEXT, **GREEDY) | kw)
     assert (e.value.param, e.value.code) == (param, code) and e.value.request_id
@@ -93,7 +99,8 @@ def test_tokenize_there_and_back(w):
     assert ids['tokens'] == w.llm.encode('né 한') and ids['count'] == len(ids['tokens'])
     assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=ids['tokens'])).json == dict(prompt='né 한')
     assert w.ask('POST', '/tokenize', dict(model='tiny', messages=HI)).json['tokens'] == w.llm.encode(HI)
-    for bad in (dict(), dict(prompt='x', messages=HI), dict(prompt=5)): assert w.ask('POST', '/tokenize', dict(model='tiny') | bad).status == 400
+    for bad in (dict(), dict(prompt='x', messages=HI), dict(prompt=5)):
+        assert w.ask('POST', '/tokenize', dict(model='tiny') | bad).status == 400
     assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[258])).error['param'] == 'tokens'
 
 def test_errors_of_the_router(w):
@@ -101,11 +108,13 @@ def test_errors_of_the_router(w):
     r = w.ask('GET', '/v1/completions')
     assert r.status == 405 and r.headers['allow'] == 'POST' and r.error['type'] == 'invalid_request_error'
     assert w.ask('DELETE', '/v1/models').status == 405 and w.ask('GET', '/v1/models/').status == 404
-    assert w.ask('POST', '/v1/completions/', dict(model='tiny', prompt='x')).status == 404       # no redirect to a place of the client's choice
+    # no redirect to a place of the client's choice
+    assert w.ask('POST', '/v1/completions/', dict(model='tiny', prompt='x')).status == 404
 
 def test_unknown_fields_are_named(w):
     assert w.complete(temperatur=1, foo=None).headers['warning'] == '299 cbatch "ignored: temperatur"'
-    assert 'stream' in w.complete(stream=True, streem=1).headers['content-type'] and 'warning' not in w.complete().headers
+    assert 'stream' in w.complete(stream=True,
+                                  streem=1).headers['content-type'] and 'warning' not in w.complete().headers
 
 def test_metrics_trace_and_health(w):
     w.complete()
@@ -131,7 +140,8 @@ def test_only_loopback_without_a_key(monkeypatch):
     s.close()
 
 def test_garbage_on_the_wire(w):
-    for said, answer in ((b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03', b'400'), (b'GET /health HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n', b'400'),
+    for said, answer in ((b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03', b'400'),
+                         (b'GET /health HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n', b'400'),
                          (b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n', b'400')):
         s = socket.create_connection((w.host, w.port)); s.settimeout(10); s.sendall(said + b'\r\n\r\n')
         got = b''
@@ -165,7 +175,8 @@ def test_keep_alive(w):
         sock = c.sock
     assert c.sock is sock
     taken = [k.transport.get_extra_info('socket') for k in list(w.server.server_state.connections)]
-    assert taken and all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in taken)     # or a small piece waits 40 ms for the one before
+    # or a small piece waits 40 ms for the one before
+    assert taken and all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in taken)
     c.close()
 
 # --- a fuzzer
@@ -208,13 +219,16 @@ def process(folder, *args, **kw):
 
 def test_term_under_load(tmp_path, tiny):
     "Those who run or wait are served to the end, newcomers are sent away, the exit code is 0; and nobody reads stdout, and the log's disk is full"
-    with process(tiny.save(tmp_path / 'tiny'), '--max-num-seqs', '2', '--num-blocks', '64', '--drain-timeout', '60') as (p, w):
+    with process(tiny.save(tmp_path / 'tiny'), '--max-num-seqs', '2', '--num-blocks', '64', '--drain-timeout',
+                 '60') as (p, w):
         w.wait(lambda: w.ask('GET', '/health').status == 200, 'the model', 60)
         right, got = ref(tiny, NEXT, 120).text, {}
-        ts = [threading.Thread(target=lambda i=i: got.update({i: w.complete(max_tokens=120, stream=i % 2 == 0)})) for i in range(6)]
+        ts = [threading.Thread(target=lambda i=i: got.update({i: w.complete(max_tokens=120, stream=i % 2 == 0)}))
+              for i in range(6)]
         for t in ts: t.start()
         first = w.raw(stream=True, max_tokens=300)
-        while b'data:' not in first.recv(65536): pass          # the last to come has begun: those before him have been let in
+        # the last to come has begun: those before him have been let in
+        while b'data:' not in first.recv(65536): pass
         p.send_signal(signal.SIGTERM)
         w.wait(lambda: w.ask('GET', '/health').status == 503)
         r = w.complete()
@@ -222,7 +236,8 @@ def test_term_under_load(tmp_path, tiny):
         for t in ts: t.join(60)
         for i in range(6):
             assert got[i].status == 200
-            assert ''.join(f['choices'][0]['text'] for f in got[i].frames) == right if i % 2 == 0 else got[i].json['choices'][0]['text'] == right
+            assert ''.join(f['choices'][0]['text']
+                           for f in got[i].frames) == right if i % 2 == 0 else got[i].json['choices'][0]['text'] == right
         first.close()
         assert p.wait(20) == 0
 
@@ -281,7 +296,8 @@ GET = 'GET {} HTTP/1.1\r\nHost: x\r\n\r\n'
 def test_connections_without_a_request(w, monkeypatch):
     monkeypatch.setattr(Connection, 'patience_s', .1)
     silent, dribbling, deaf = connect(w), connect(w), connect(w, 4096)
-    dribbling.sendall(GET.format('/health').encode()); assert dribbling.recv(4096).startswith(b'HTTP/1.1 200'); dribbling.sendall(b'G')
+    dribbling.sendall(GET.format('/health').encode()); assert dribbling.recv(4096).startswith(b'HTTP/1.1 200')
+    dribbling.sendall(b'G')
     deaf.sendall(GET.format('/openapi.json').encode() * 700)
     w.wait(lambda: not w.server.server_state.connections, 'the connections to be dropped')
     assert ends(silent) and ends(dribbling) and ends(deaf)
@@ -310,14 +326,17 @@ def test_bytes_behind_a_body(w, more):
 def test_texts_that_are_no_prompts(w):
     private, far = ''.join(map(chr, range(0xe000, 0xf900))), 'x' * (64 * w.llm.max_model_len + 1)
     r = w.chat(private); assert r.status == 400 and r.error['param'] == 'messages'
-    for r in (w.complete(far), w.chat(far), w.ask('POST', '/tokenize', dict(model='tiny', prompt=far))): assert r.error['code'] == 'context_length_exceeded' and 'characters' in r.error['message']
-    r = w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * (w.llm.max_model_len + 1))); assert r.status == 400 and r.error['param'] == 'tokens'
+    for r in (w.complete(far), w.chat(far), w.ask('POST', '/tokenize', dict(model='tiny', prompt=far))):
+        assert r.error['code'] == 'context_length_exceeded' and 'characters' in r.error['message']
+    r = w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * (w.llm.max_model_len + 1)))
+    assert r.status == 400 and r.error['param'] == 'tokens'
     assert w.ask('POST', '/detokenize', dict(model='tiny', tokens=[65] * w.llm.max_model_len)).status == 200
     assert w.server.engine.worker.desk.reserved == 0
 
 def test_a_body_that_outlives_the_engine(tiny):
     with background(lambda: LLM(tiny, **ENGINE), 'tiny') as server:
-        w = type('W', (Web,), dict(__init__=lambda self: None))(); w.server, (w.host, w.port) = server, server.sock.getsockname()[:2]
+        w = type('W', (Web,), dict(__init__=lambda self: None))()
+        w.server, (w.host, w.port) = server, server.sock.getsockname()[:2]
         s, body = connect(w), json.dumps(dict(model='tiny', prompt=NEXT)).encode()
         s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n'.encode())
         w.wait(lambda: any(c.cycle for c in list(server.server_state.connections)))
@@ -327,5 +346,7 @@ def test_a_body_that_outlives_the_engine(tiny):
 def test_limits_on_the_command_line(monkeypatch):
     from cbatch.cli import main
     seen = []; monkeypatch.setattr('cbatch.server.serve', lambda *a, limits, **kw: seen.append(limits) or 0)
-    assert main(['serve', 'x']) == main(['serve', 'x', '--stall-timeout', '9', '--max-waiting-tokens', '70', '--max-waiting', '3']) == 0
-    assert seen == [dict(max_waiting=256, max_waiting_tokens=None, stall_s=300.), dict(max_waiting=3, max_waiting_tokens=70, stall_s=9.)]
+    assert main(['serve', 'x']) == main(['serve', 'x', '--stall-timeout', '9', '--max-waiting-tokens', '70',
+                                         '--max-waiting', '3']) == 0
+    assert seen == [dict(max_waiting=256, max_waiting_tokens=None, stall_s=300.),
+                    dict(max_waiting=3, max_waiting_tokens=70, stall_s=9.)]

@@ -4,11 +4,17 @@ from cbatch import LLM, SamplingParams
 from cbatch.core import Why
 from cbatch.token_loop import compare_tokens
 
-CHAT = ['What is 2+2?', 'Name three primary colours.', 'Who wrote Romeo and Juliet?', 'Why is the sky blue? Answer in one sentence.', '한국의 수도는 어디입니까?', 'Translate "good morning" into French.',
-        'Give me a haiku about rain 🌧️', 'Is 91 a prime number?', 'Schreibe einen Satz über Berlin.', 'List five animals.']
-CODE = ['def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n', 'import numpy as np\n\nx = np.arange(10)\nprint(', 'SELECT name, COUNT(*) FROM users\nWHERE ', 'for (int i = 0; i < n; i++) {\n    sum +=',
-        '<html>\n  <head>\n    <title>', '{"name": "Ada", "born": 1815, "', '$ git commit -m "', 'class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n']
-TEXT = ['Once upon a time', 'The', 'hello', '안녕하세요. 오늘 날씨가', '👩‍🚀🚀🌕', '🙂', 'a', '1 2 3 4 5 6', 'The capital of France is', 'To be, or not to be,', 'E = mc', 'Ingredients:\n- 2 eggs\n-']
+CHAT = ['What is 2+2?', 'Name three primary colours.', 'Who wrote Romeo and Juliet?',
+        'Why is the sky blue? Answer in one sentence.', '한국의 수도는 어디입니까?', 'Translate "good morning" into French.',
+        'Give me a haiku about rain 🌧️', 'Is 91 a prime number?', 'Schreibe einen Satz über Berlin.',
+        'List five animals.']
+CODE = ['def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+        'import numpy as np\n\nx = np.arange(10)\nprint(', 'SELECT name, COUNT(*) FROM users\nWHERE ',
+        'for (int i = 0; i < n; i++) {\n    sum +=',
+        '<html>\n  <head>\n    <title>', '{"name": "Ada", "born": 1815, "', '$ git commit -m "',
+        'class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n']
+TEXT = ['Once upon a time', 'The', 'hello', '안녕하세요. 오늘 날씨가', '👩‍🚀🚀🌕', '🙂', 'a', '1 2 3 4 5 6',
+        'The capital of France is', 'To be, or not to be,', 'E = mc', 'Ingredients:\n- 2 eggs\n-']
 STORY = ('The lighthouse keeper had counted ships for thirty years, and on the night of the great storm he counted none. The wind came out of the north-west, as it always did in November, and '
          'it carried with it the smell of salt and of wet rope. He lit the lamp at five, wrote the hour into his book, and sat down by the stove with a cup of tea that he forgot to drink. ')
 LONG = [STORY * 4 + 'Then', f'Summarise the following text.\n\n{STORY * 2}\n\nSummary:']
@@ -17,14 +23,16 @@ LONG = [STORY * 4 + 'Then', f'Summarise the following text.\n\n{STORY * 2}\n\nSu
 def asked(smollm2):
     "32 prompts as ids, how long each answer may be, and what transformers says"
     tok = smollm2.tokenizer
-    chat = [tok.encode(tok.apply_chat_template([dict(role='user', content=c)], add_generation_prompt=True, tokenize=False), add_special_tokens=False) for c in CHAT]
+    chat = [tok.encode(tok.apply_chat_template([dict(role='user', content=c)], add_generation_prompt=True,
+                                               tokenize=False), add_special_tokens=False) for c in CHAT]
     prompts = chat + [tok.encode(p) for p in CODE + LONG + TEXT]
     assert len(prompts) == 32 and max(map(len, prompts)) > 300 and min(map(len, prompts)) == 1
     lens = [(32, 5, 24, 16, 9, 28, 12, 20)[i % 8] for i in range(32)]
     return prompts, lens, [theirs(smollm2.hf_model, p, n) for p, n in zip(prompts, lens)]
 
 def theirs(hf_model, ids, n):
-    return hf_model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False, max_new_tokens=n)[0, len(ids):].tolist()
+    return hf_model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                             do_sample=False, max_new_tokens=n)[0, len(ids):].tolist()
 
 def same(model, prompts, ours, refs):
     "Assert agreement; returns how many answers part at a tie"
@@ -46,9 +54,11 @@ def test_32_prompts(smollm2, asked, long, num_blocks):
     llm = LLM(smollm2, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=num_blocks, check=True)
     outs = llm.generate(prompts, [greedy(n) for n in lens], use_tqdm=False)
     assert same(smollm2, prompts, [o.outputs[0].token_ids for o in outs], refs) <= 1
-    assert all(o.outputs[0].text == smollm2.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=True) for o in outs)
+    assert all(o.outputs[0].text == smollm2.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=True)
+               for o in outs)
     assert any(d.why is Why.CHUNK for r in llm.trace for d in r.decisions)
-    assert long or llm.metrics['num_preemptions'] >= 5 and {o.outputs[0].finish_reason for o in outs} == {'stop', 'length'}
+    assert long or llm.metrics['num_preemptions'] >= 5 and {o.outputs[0].finish_reason for o in outs} == {'stop',
+        'length'}
     assert llm.num_free_blocks == llm.num_blocks
     assert theirs(llm.hf_model, prompts[-1], 6) == refs[-1][:6]      # the model attends as before
 
@@ -63,7 +73,9 @@ def test_transformers_padded_batch_agrees(smollm2, asked):
     prompts, lens, refs = (x[10:18] for x in asked)
     longest, n = max(map(len, prompts)), 16
     left = [longest - len(p) for p in prompts]
-    batch, mask = (torch.tensor([[0] * k + list(f(p)) for k, p in zip(left, prompts)]) for f in (lambda p: p, lambda p: [1] * len(p)))
-    outs = smollm2.hf_model.generate(batch, attention_mask=mask, do_sample=False, max_new_tokens=n)[:, longest:].tolist()
+    batch, mask = (torch.tensor([[0] * k + list(f(p)) for k, p in zip(left, prompts)])
+                   for f in (lambda p: p, lambda p: [1] * len(p)))
+    outs = smollm2.hf_model.generate(batch, attention_mask=mask, do_sample=False, max_new_tokens=n)[:,
+        longest:].tolist()
     end = lambda ids: ids[:next((i + 1 for i, t in enumerate(ids) if t in smollm2.eos_ids), n)]
     assert same(smollm2, prompts, [end(o)[:m] for o, m in zip(outs, lens)], [r[:n] for r in refs]) <= 1

@@ -18,26 +18,42 @@ def wrap(model, decoder, pre=None, normalizer=None):
     if decoder: tok.decoder = decoder
     if pre: tok.pre_tokenizer = pre
     if normalizer: tok.normalizer = normalizer
-    tok = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token='<s>', eos_token='</s>', unk_token='<unk>', clean_up_tokenization_spaces=False)
-    tok.add_tokens([AddedToken('<think>', special=False, normalized=False), AddedToken('<|im_end|>', special=True, normalized=False), AddedToken('<|im_start|>', special=True, normalized=False)])
+    tok = PreTrainedTokenizerFast(tokenizer_object=tok, bos_token='<s>', eos_token='</s>', unk_token='<unk>',
+                                  clean_up_tokenization_spaces=False)
+    tok.add_tokens([AddedToken('<think>', special=False, normalized=False),
+                    AddedToken('<|im_end|>', special=True, normalized=False),
+                    AddedToken('<|im_start|>', special=True, normalized=False)])
     return tok
 
-def bpe(words, **kw): return models.BPE(vocab={w: i for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>', *words]))}, merges=[], unk_token='<unk>', **kw)
-def unigram(words, **kw): return models.Unigram([(w, -float(i)) for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>', *words]))], unk_id=0, **kw)
-def replacing(*more): return decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), *more])
+def bpe(words, **kw):
+    return models.BPE(vocab={w: i for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>', *words]))}, merges=[],
+                      unk_token='<unk>', **kw)
+def unigram(words, **kw):
+    return models.Unigram([(w, -float(i)) for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>', *words]))],
+                          unk_id=0, **kw)
+def replacing(*more):
+    return decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), *more])
 
 MAKE = dict(
     bytes=byte_tokenizer,
     metaspace_bpe=lambda: wrap(bpe(WORDS), decoders.Metaspace(), pre_tokenizers.Metaspace(split=False)),
-    metaspace_never=lambda: wrap(bpe(WORDS), decoders.Metaspace(prepend_scheme='never'), pre_tokenizers.Metaspace(prepend_scheme='never', split=False)),
+    metaspace_never=lambda: wrap(bpe(WORDS), decoders.Metaspace(prepend_scheme='never'),
+                                 pre_tokenizers.Metaspace(prepend_scheme='never', split=False)),
     unigram=lambda: wrap(unigram(WORDS), decoders.Metaspace(), pre_tokenizers.Metaspace()),
-    fallback_bpe=lambda: wrap(bpe(BYTES + WORDS, byte_fallback=True), replacing(decoders.Strip(' ', 1, 0)), pre_tokenizers.Metaspace(prepend_scheme='first', split=False)),
-    fallback_gemma=lambda: wrap(bpe(BYTES + WORDS, byte_fallback=True), replacing(), normalizer=normalizers.Replace(' ', '▁')),
-    fallback_unigram=lambda: wrap(unigram(BYTES + WORDS, byte_fallback=True), decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), pre_tokenizers.Metaspace()),
-    wordpiece=lambda: wrap(models.WordPiece(vocab={w: i for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>', *WORDS, *(f'##{w}' for w in WORDS)]))}, unk_token='<unk>'),
+    fallback_bpe=lambda: wrap(bpe(BYTES + WORDS, byte_fallback=True), replacing(decoders.Strip(' ', 1, 0)),
+                              pre_tokenizers.Metaspace(prepend_scheme='first', split=False)),
+    fallback_gemma=lambda: wrap(bpe(BYTES + WORDS, byte_fallback=True), replacing(),
+                                normalizer=normalizers.Replace(' ', '▁')),
+    fallback_unigram=lambda: wrap(unigram(BYTES + WORDS, byte_fallback=True),
+                                  decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+                                  pre_tokenizers.Metaspace()),
+    wordpiece=lambda: wrap(models.WordPiece(vocab={w: i for i, w in enumerate(dict.fromkeys(['<unk>', '<s>', '</s>',
+        *WORDS, *(f'##{w}' for w in WORDS)]))}, unk_token='<unk>'),
                            decoders.WordPiece(cleanup=True), pre_tokenizers.BertPreTokenizer()),
-    suffixes=lambda: wrap(bpe([*WORDS, *(f'{w}</w>' for w in WORDS)], end_of_word_suffix='</w>'), decoders.BPEDecoder('</w>'), pre_tokenizers.Whitespace()),
-    no_decoder=lambda: wrap(models.WordLevel(vocab={w: i for i, w in enumerate(['<unk>', '<s>', '</s>', *WORDS])}, unk_token='<unk>'), None),
+    suffixes=lambda: wrap(bpe([*WORDS, *(f'{w}</w>' for w in WORDS)], end_of_word_suffix='</w>'),
+                          decoders.BPEDecoder('</w>'), pre_tokenizers.Whitespace()),
+    no_decoder=lambda: wrap(models.WordLevel(vocab={w: i for i, w in enumerate(['<unk>', '<s>', '</s>', *WORDS])},
+                                             unk_token='<unk>'), None),
 )
 
 @functools.cache
@@ -53,7 +69,8 @@ def draw_ids(rng, tok):
     "Ids as a model gone mad would give them: mostly bytes, words or anything, some of them special or unknown"
     n, size = rng.randint(1, 40), len(tok)
     some = [rng.randrange(size) for _ in range(rng.randint(1, 8))]    # few ids, so that runs and repetitions come
-    pieces = [tok.convert_tokens_to_ids(f'<0x{b:02X}>') for b in '한👋é A'.encode()] if vocab_of(tok).falls_back else [*'한👋é A'.encode()] if size < 300 else some
+    pieces = [tok.convert_tokens_to_ids(f'<0x{b:02X}>')
+              for b in '한👋é A'.encode()] if vocab_of(tok).falls_back else [*'한👋é A'.encode()] if size < 300 else some
     at, out = rng.random(), []
     while len(out) < n:
         x = rng.random()
@@ -102,7 +119,8 @@ def test_cut_at_every_stop(tok):
         text = lambda n: decode(tok, ids[:n], skip)
         after = len(text(least).rstrip('\ufffd'))
         first = next((k for k in range(least + 1, len(ids) + 1) if cut_at_stop(text(k), stops, after=after)[1]), None)
-        want, stop = cut_at_stop(text(first or len(ids)), stops, include, after) if first or least < len(ids) else (text(len(ids)), None)
+        want, stop = cut_at_stop(text(first or len(ids)), stops, include,
+                                 after) if first or least < len(ids) else (text(len(ids)), None)
         assert (n, ''.join(out), d.text, d.stop) == (first or len(ids), want, want, stop), (ids, stops)
         once = Detokenizer(tok, SamplingParams(**kw))
         assert once.push(ids, last=True) == bool(stop) and once.text == want
@@ -131,10 +149,12 @@ def test_stop_over_many_tokens():
     "A stop split over tokens; a stop that is the beginning of another; what was held comes out at the end"
     tok = byte_tokenizer()
     alphabet = text_ids(tok, 'ABCDEFGHIJKLMNOP')
-    assert ''.join(stream(tok, alphabet, stop='DEFGHIJ')[0]) == 'ABC' and stream(tok, alphabet[:9], stop='DEFGHIJ')[0] == ['A', 'B', 'C', *[''] * 5, 'DEFGHI']
+    assert ''.join(stream(tok, alphabet, stop='DEFGHIJ')[0]) == 'ABC' and stream(tok, alphabet[:9],
+        stop='DEFGHIJ')[0] == ['A', 'B', 'C', *[''] * 5, 'DEFGHI']
     out, d, n = stream(tok, text_ids(tok, 'The capital of France is Paris.'), stop=['Pari', 'Paris'])
     assert (''.join(out), d.stop, n) == ('The capital of France is ', 'Pari', 29)
-    assert ''.join(stream(tok, text_ids(tok, 'aaab'), stop='aab')[0]) == 'a'      # the hold moves on when the text does not go on as the stop does
+    # the hold moves on when the text does not go on as the stop does
+    assert ''.join(stream(tok, text_ids(tok, 'aaab'), stop='aab')[0]) == 'a'
 
 @pytest.mark.parametrize('text', ['👩‍👩‍👧 안녕하세요', 'e\u0301 o\u0308', '한', '👋' * 9, 'naïve — “x”'])
 @pytest.mark.parametrize('kind', ['bytes', 'fallback_bpe', 'fallback_gemma', 'fallback_unigram'])
@@ -157,9 +177,11 @@ def test_leading_space():
 
 def test_text_waits_no_longer_than_it_must():
     tok = byte_tokenizer()
-    assert stream(tok, [*'aé한👋'.encode(), 0xff, 0xff, 65])[0] == ['a', '', 'é', '', '', '한', '', '', '', '👋', '\ufffd', '\ufffd', 'A']
+    assert stream(tok, [*'aé한👋'.encode(), 0xff, 0xff, 65])[0] == ['a', '', 'é', '', '', '한', '', '', '', '👋', '\ufffd',
+        '\ufffd', 'A']
     tok = make('fallback_bpe'); byte = lambda b: tok.convert_tokens_to_ids(f'<0x{b:02X}>')
-    assert stream(tok, [*map(byte, b'A\xff\xffA'), tok.convert_tokens_to_ids('a')])[0] == ['', '\ufffd' * 2, '\ufffd', '\ufffd', 'a']
+    assert stream(tok, [*map(byte, b'A\xff\xffA'), tok.convert_tokens_to_ids('a')])[0] == ['', '\ufffd' * 2, '\ufffd',
+        '\ufffd', 'a']
 
 # ---- what it costs
 
@@ -168,8 +190,12 @@ def test_work_per_token_is_bounded(kind, monkeypatch):
     "No window grows, whatever the model says; stops that nearly match cost no more"
     tok = make(kind)
     byte = (lambda b: b) if kind == 'bytes' else lambda b: tok.convert_tokens_to_ids(f'<0x{b:02X}>')
-    worst = dict(special=[tok.eos_token_id] * 600, unknown=[len(tok) + 7] * 600, sign=[max(0, tok.convert_tokens_to_ids('\ufffd') or 0)] * 600, space=[tok.convert_tokens_to_ids('▁') or 32] * 600)
-    if kind in ('bytes', 'fallback_bpe'): worst |= dict(broken=[byte(0xff)] * 600, continued=[byte(0x80)] * 600, good=[byte(b) for b in '한'.encode()] * 200, letters=[byte(97)] * 600)
+    worst = dict(special=[tok.eos_token_id] * 600, unknown=[len(tok) + 7] * 600,
+                 sign=[max(0, tok.convert_tokens_to_ids('\ufffd') or 0)] * 600,
+                 space=[tok.convert_tokens_to_ids('▁') or 32] * 600)
+    if kind in ('bytes', 'fallback_bpe'):
+        worst |= dict(broken=[byte(0xff)] * 600, continued=[byte(0x80)] * 600,
+                      good=[byte(b) for b in '한'.encode()] * 200, letters=[byte(97)] * 600)
     for name, ids in worst.items():
         d, spent, whole = Detokenizer(tok, SamplingParams(stop=['a' * 500 + 'b', '한' * 300])), [], tok.decode
         with monkeypatch.context() as m:
@@ -201,7 +227,9 @@ REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syste
 @functools.cache
 def chatty(kind, template):
     tok = MAKE[kind]()
-    if kind == 'bytes': tok.add_tokens([AddedToken(t, special=True, normalized=False) for t in ('<|im_start|>', '<|im_end|>')]); tok.add_tokens([AddedToken('<think>', special=False, normalized=False)])
+    if kind == 'bytes':
+        tok.add_tokens([AddedToken(t, special=True, normalized=False) for t in ('<|im_start|>', '<|im_end|>')])
+        tok.add_tokens([AddedToken('<think>', special=False, normalized=False)])
     tok.chat_template = template
     return tok
 
@@ -209,18 +237,25 @@ CHATTY = ['bytes', 'metaspace_bpe', 'unigram', 'fallback_bpe', 'fallback_gemma',
 
 def draw_text(rng, parts): return ''.join(rng.choice(parts) for _ in range(rng.randint(0, 12)))
 
-def normal(tok, messages, tools=None): return tok.encode(tok.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
+def normal(tok, messages, tools=None):
+    return tok.encode(tok.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True),
+                      add_special_tokens=False)
 
 @pytest.mark.parametrize('template', [CHATML, WITH_TOOLS, TRIMMING], ids=['chatml', 'tools', 'trimming'])
 @pytest.mark.parametrize('kind', CHATTY)
 def test_ordinary_conversations_are_as_ever(kind, template):
     rng, tok = random.Random(0), chatty(kind, template)
     for _ in range(200):
-        messages = [dict(role=rng.choice(['system', 'user', 'assistant']), content=draw_text(rng, ['abc', ' ', '\n', 'é', '한', '<', '|', 'im_end', '</', 's', '👋', ' a ', '<|', '|>', '{{x}}'])) for _ in range(rng.randint(1, 4))]
-        if any(t in m['content'] for m in messages for t in ('<|im_end|>', '<|im_start|>', '<s>', '</s>', '<think>', '<unk>')): continue
+        messages = [dict(role=rng.choice(['system', 'user', 'assistant']),
+                         content=draw_text(rng, ['abc', ' ', '\n', 'é', '한', '<', '|', 'im_end', '</', 's', '👋', ' a ',
+                                                 '<|', '|>', '{{x}}'])) for _ in range(rng.randint(1, 4))]
+        if any(t in m['content'] for m in messages for t in ('<|im_end|>', '<|im_start|>', '<s>', '</s>', '<think>',
+                                                             '<unk>')):
+            continue
         assert encode_chat(tok, messages) == normal(tok, messages)
 
-EVIL = ['<|im_end|>', '<|im_start|>', '</s>', '<s>', '<think>', '<eos>', '<unk>', 'abc', ' ', '\n', '<', '|', 'im_end', '|>', '<|im_<|im_end|>end|>', '<|im_end|><', '\ue000', 'system\n']
+EVIL = ['<|im_end|>', '<|im_start|>', '</s>', '<s>', '<think>', '<eos>', '<unk>', 'abc', ' ', '\n', '<', '|', 'im_end',
+        '|>', '<|im_<|im_end|>end|>', '<|im_end|><', '\ue000', 'system\n']
 
 @pytest.mark.parametrize('template', [CHATML, WITH_TOOLS, TRIMMING], ids=['chatml', 'tools', 'trimming'])
 @pytest.mark.parametrize('kind', CHATTY)
@@ -228,9 +263,11 @@ def test_no_message_becomes_a_control_token(kind, template):
     "As many control tokens as the same conversation has without them, in the same places; and the text is the same"
     rng, tok = random.Random(1), chatty(kind, template)
     added = ['<think>'] if template is WITH_TOOLS else []     # not special: counts where the template writes it
-    control = {tok.convert_tokens_to_ids(t) for t in ('<|im_end|>', '<|im_start|>', '<s>', '</s>', '<eos>', *added) if t in tok.get_vocab()} - {tok.unk_token_id}
+    control = {tok.convert_tokens_to_ids(t) for t in ('<|im_end|>', '<|im_start|>', '<s>', '</s>', '<eos>', *added)
+               if t in tok.get_vocab()} - {tok.unk_token_id}
     for _ in range(200):
-        messages = [dict(role=rng.choice(['system', 'user', 'tool']), content=draw_text(rng, EVIL)) for _ in range(rng.randint(1, 4))]
+        messages = [dict(role=rng.choice(['system', 'user', 'tool']), content=draw_text(rng, EVIL))
+                    for _ in range(rng.randint(1, 4))]
         calm = [m | dict(content='abc') for m in messages]
         ids = encode_chat(tok, messages)
         assert [i for i in ids if i in control] == [i for i in normal(tok, calm) if i in control], messages
@@ -242,12 +279,15 @@ def test_smollm2_conversations(smollm2_tokenizer):
     tok, rng = smollm2_tokenizer, random.Random(2)
     words = ['Hello', ' there', '\n\n', '1.', ' 안녕', '👋', 'def f(x):\n\t', '<|im', '_end|>', '  ', 'é']
     for _ in range(200):
-        messages = [dict(role=rng.choice(['system', 'user', 'assistant']), content=draw_text(rng, words)) for _ in range(rng.randint(1, 4))]
-        if not any('<|im_end|>' in m['content'] for m in messages): assert encode_chat(tok, messages) == normal(tok, messages)
+        messages = [dict(role=rng.choice(['system', 'user', 'assistant']), content=draw_text(rng, words))
+                    for _ in range(rng.randint(1, 4))]
+        if not any('<|im_end|>' in m['content'] for m in messages):
+            assert encode_chat(tok, messages) == normal(tok, messages)
         evil = [m | dict(content=m['content'] + draw_text(rng, [*tok.all_special_tokens, ' x '])) for m in messages]
         ids = encode_chat(tok, evil)
         assert tok.decode(ids) == tok.apply_chat_template(evil, tokenize=False, add_generation_prompt=True)
-        assert sum(i in vocab_of(tok).special for i in ids) == sum(i in vocab_of(tok).special for i in normal(tok, [m | dict(content='x') for m in messages]))
+        assert sum(i in vocab_of(tok).special for i in ids) == sum(i in vocab_of(tok).special
+            for i in normal(tok, [m | dict(content='x') for m in messages]))
 
 def test_control_tokens_hidden_by_normalisation_or_in_the_vocabulary():
     "What can't be taken apart is refused"
@@ -268,18 +308,27 @@ def test_thinking_aloud_is_the_assistants():
 
 def test_tools():
     tok = chatty('bytes', WITH_TOOLS)
-    tool = dict(type='function', function=dict(name='weather', description='of a <|im_end|> city', parameters=dict(type='object', properties={})))
-    call = dict(role='assistant', content=None, tool_calls=[dict(type='function', function=dict(name='weather', arguments=dict(city='<|im_start|>')))])
+    tool = dict(type='function', function=dict(name='weather', description='of a <|im_end|> city',
+                                               parameters=dict(type='object', properties={})))
+    call = dict(role='assistant', content=None, tool_calls=[dict(type='function',
+        function=dict(name='weather', arguments=dict(city='<|im_start|>')))])
     chat = [dict(role='user', content='weather?'), call, dict(role='tool', content='<|im_end|>rain', name='weather')]
     ids = encode_chat(tok, chat, tools=[tool])
-    assert decode(tok, ids, False) == tok.apply_chat_template(chat, tools=[tool], tokenize=False, add_generation_prompt=True)
+    assert decode(tok, ids, False) == tok.apply_chat_template(chat, tools=[tool], tokenize=False,
+                                                              add_generation_prompt=True)
     assert ids.count(tok.convert_tokens_to_ids('<|im_end|>')) == 4 and ids.count(tok.convert_tokens_to_ids('<|im_start|>')) == 5
-    with pytest.raises(ValueError, match='does not know any'): encode_chat(chatty('bytes', CHATML), chat[:1], tools=[tool])
+    with pytest.raises(ValueError, match='does not know any'):
+        encode_chat(chatty('bytes', CHATML), chat[:1], tools=[tool])
     with pytest.raises(ValueError, match='control tokens'): encode_chat(tok, chat[:1], tools=[{'<|im_end|>': 1}])
 
 @pytest.mark.parametrize('messages,why', [
-    ([], 'at least one message'), ('hello', 'at least one message'), ([1], 'needs a role'), ([dict(content='x')], 'needs a role'), ([dict(role='im_end', content='x')], 'needs a role'), ([dict(role='user', content=3)], 'needs a content'),
-    ([dict(role='user', content=None)], 'needs a content'), ([dict(role='user', content='x', chat_template='y')], "field 'chat_template'"), ([dict(role='user', content='\ud800')], 'lone surrogate'),
+    ([], 'at least one message'), ('hello', 'at least one message'), ([1], 'needs a role'),
+                                          ([dict(content='x')], 'needs a role'),
+                                          ([dict(role='im_end', content='x')], 'needs a role'),
+                                          ([dict(role='user', content=3)], 'needs a content'),
+    ([dict(role='user', content=None)], 'needs a content'), ([dict(role='user', content='x', chat_template='y')],
+                                                             "field 'chat_template'"),
+                                          ([dict(role='user', content='\ud800')], 'lone surrogate'),
     ([dict(role='system', content='x')], 'no system here')])
 def test_what_is_no_conversation(messages, why):
     with pytest.raises(ValueError, match=why): encode_chat(chatty('bytes', REFUSING), messages)
@@ -290,7 +339,9 @@ def test_chat_of_the_engine():
     lm.tokenizer = chatty('bytes', WITH_TOOLS)
     chat, tool = [dict(role='user', content='<|im_end|>')], dict(name='f')
     with LLM(lm) as llm:
-        for tools in (None, [tool]): assert llm.chat(chat, sp, use_tqdm=False, tools=tools)[0].prompt_token_ids == encode_chat(lm.tokenizer, chat, tools)
+        for tools in (None, [tool]):
+            assert llm.chat(chat, sp, use_tqdm=False, tools=tools)[0].prompt_token_ids == encode_chat(lm.tokenizer,
+                chat, tools)
         assert llm.generate(chat, sp, use_tqdm=False)[0].prompt_token_ids == encode_chat(lm.tokenizer, chat)
     with LLM(tiny_lm()) as llm, pytest.raises(ValueError, match='does not know any'): llm.chat(chat, sp, tools=[tool])
 

@@ -12,7 +12,8 @@ from cbatch.trace import Trace
 class Crowd:
     "A scheduler, a trace and a virtual clock; `step` does what the engine does, with any token for an answer"
     def __init__(self, policy='vllm', max_num_seqs=4, num_blocks=24, block_size=4, budget=16, **kw):
-        cfg = EngineConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, num_blocks=num_blocks)
+        cfg = EngineConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
+                           block_size=block_size, num_blocks=num_blocks)
         self.cfg, self.now, self.added = cfg, 0., 0
         self.sched = Scheduler(cfg, BlockManager(num_blocks, block_size), get_policy(policy))
         self.trace = Trace(max_num_seqs, budget, block_size, num_blocks, policy, **kw)
@@ -20,7 +21,8 @@ class Crowd:
 
     def add(self, prompt_len, num_output, rid=None, arrival=None):
         rid = rid or f'r{self.added}'
-        r = Request(rid, [1] * prompt_len, SamplingParams(), num_output, arrival=self.now if arrival is None else arrival, seq=self.added)
+        r = Request(rid, [1] * prompt_len, SamplingParams(), num_output, arrival=self.now if arrival is None
+                    else arrival, seq=self.added)
         self.added += 1
         self.sched.add(r); self.trace.arrived(r); self.live[rid] = r
 
@@ -44,25 +46,30 @@ class Crowd:
 
     def truth(self):
         s = self.sched
-        return dict(running=[r.request_id for r in s.running], waiting=[r.request_id for r in sorted(s.waiting, key=lambda r: r.age)],
-                    blocks={r.request_id: list(r.block_table) for r in s.running}, computed={r.request_id: r.num_computed_tokens for r in s.running},
+        return dict(running=[r.request_id for r in s.running],
+                    waiting=[r.request_id for r in sorted(s.waiting, key=lambda r: r.age)],
+                    blocks={r.request_id: list(r.block_table) for r in s.running},
+                    computed={r.request_id: r.num_computed_tokens for r in s.running},
                     free=s.blocks.num_free_blocks)
 
 def seen(state):
-    return dict(running=state.running, waiting=state.waiting, blocks=state.blocks, computed=state.computed, free=state.num_free_blocks)
+    return dict(running=state.running, waiting=state.waiting, blocks=state.blocks, computed=state.computed,
+                free=state.num_free_blocks)
 
 def act(rng, c, reuse=True):
     "Some arrivals and aborts between two steps, sometimes of the same id"
     while rng.random() < .45 and len(c.live) < 12:
         ids = [i for i in ('same', 'other') if i not in c.live]
-        c.add(rng.randint(1, 30), rng.randint(1, 20), rid=rng.choice(ids) if reuse and ids and rng.random() < .2 else None, arrival=c.now - rng.random())
+        c.add(rng.randint(1, 30), rng.randint(1, 20), rid=rng.choice(ids) if reuse and ids and rng.random() < .2
+              else None, arrival=c.now - rng.random())
     while rng.random() < .12 and c.live: c.abort(rng.choice(list(c.live)))
 
 @pytest.mark.parametrize('policy', ['vllm', 'static', 'dynamic'])
 @pytest.mark.parametrize('seed', range(12))
 def test_states_are_the_schedulers(policy, seed):
     rng = random.Random(seed)
-    c = Crowd(policy, max_num_seqs=rng.randint(1, 6), num_blocks=rng.randint(14, 40), budget=rng.choice([8, 13, 64]), maxlen=rng.choice([7, 50]), keyframe_every=rng.choice([1, 5, 16]))
+    c = Crowd(policy, max_num_seqs=rng.randint(1, 6), num_blocks=rng.randint(14, 40), budget=rng.choice([8, 13, 64]),
+              maxlen=rng.choice([7, 50]), keyframe_every=rng.choice([1, 5, 16]))
     then = {}
     for _ in range(150):
         act(rng, c)
@@ -86,7 +93,8 @@ def test_slots_are_the_lowest_free_and_stay(seed=3):
             for r in now:
                 if r in rec.admitted: seat[r] = now[r]
                 assert now[r] == seat[r]
-            if rec.admitted: assert max(now.values()) < len(now) + sum(s not in now.values() for s in range(max(now.values())))
+            if rec.admitted:
+                assert max(now.values()) < len(now) + sum(s not in now.values() for s in range(max(now.values())))
 
 def test_nothing_grows_with_the_number_served():
     c = Crowd(maxlen=20, keyframe_every=8)
@@ -142,7 +150,8 @@ def test_bad_files_name_the_line(saved):
                 try: load(*map(json.dumps, two))
                 except ValueError as e: refused += 1; assert str(path) in str(e) and 'line' in str(e)
     assert refused > 200
-    for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0], lines[0].replace('"cbatch_trace": 2', '"cbatch_trace": 3')):
+    for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0],
+                 lines[0].replace('"cbatch_trace": 2', '"cbatch_trace": 3')):
         path.write_text(text)
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')

@@ -13,21 +13,25 @@ JSON = {'Content-Type': 'application/json'}
 ENGINE = dict(num_blocks=128, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, check=True)
 
 class Reply:
-    def __init__(self, status, headers, body): self.status, self.headers, self.body = status, {k.lower(): v for k, v in headers}, body
+    def __init__(self, status, headers, body):
+        self.status, self.headers, self.body = status, {k.lower(): v for k, v in headers}, body
     @property
     def json(self): return json.loads(self.body, parse_constant=lambda c: 1 / 0)
     @property
     def error(self):
-        assert set(self.json) == {'error'} and set(self.json['error']) == {'message', 'type', 'param', 'code'}, self.body
+        assert set(self.json) == {'error'} and set(self.json['error']) == {'message', 'type', 'param',
+            'code'}, self.body
         e = self.json['error']
-        assert isinstance(e['message'], str) and isinstance(e['type'], str) and all(isinstance(e[k], (str, type(None))) for k in ('param', 'code'))
+        assert isinstance(e['message'], str) and isinstance(e['type'], str) and all(isinstance(e[k], (str, type(None)))
+            for k in ('param', 'code'))
         assert not any(s in e['message'] for s in ('Traceback', '/home', '.py', '0x7'))
         return e
     @property
     def frames(self):
         "Payloads of an event stream; it must end by [DONE]"
         lines = [l for l in self.body.decode().split('\n\n') if l and not l.startswith(':')]
-        assert all(l.startswith('data: ') for l in lines) and lines.count('data: [DONE]') == 1 and lines[-1] == 'data: [DONE]', lines[-2:]
+        assert all(l.startswith('data: ')
+                   for l in lines) and lines.count('data: [DONE]') == 1 and lines[-1] == 'data: [DONE]', lines[-2:]
         return [json.loads(l[6:]) for l in lines[:-1]]
 
 class Web:
@@ -55,9 +59,12 @@ class Web:
     def complete(self, prompt=NEXT, headers=None, **kw): return self.ask('POST', '/v1/completions',
             dict(model='tiny', prompt=prompt, temperature=0, max_tokens=6, ignore_eos=True) | kw, headers)
     def chat(self, content='Hi', **kw): return self.ask('POST', '/v1/chat/completions',
-                                                        dict(model='tiny', messages=[dict(role='user', content=content)], temperature=0, max_tokens=6,
+                                                        dict(model='tiny', messages=[dict(role='user',
+                                                            content=content)], temperature=0, max_tokens=6,
                                                              ignore_eos=True) | kw)
-    def client(self, **kw): return openai.OpenAI(**dict(base_url=self.server.url + '/v1', api_key=self.key or 'none', max_retries=0, timeout=20) | kw)
+    def client(self, **kw):
+        return openai.OpenAI(**dict(base_url=self.server.url + '/v1', api_key=self.key or 'none', max_retries=0,
+                                    timeout=20) | kw)
 
     def raw(self, path='/v1/completions', rcvbuf=None, **kw):
         "A socket on which a request has been sent"
@@ -94,7 +101,8 @@ class Web:
         "The quiesce check: nobody is here, nothing is held, the next answer is right"
         self.hooks.clear()
         m = self.server.engine.metrics
-        self.wait(lambda: not self.llm.has_unfinished and not self.server.engine.worker.desk.live, 'the engine to be empty')
+        self.wait(lambda: not self.llm.has_unfinished and not self.server.engine.worker.desk.live,
+                  'the engine to be empty')
         self.inside(quiet)
         r = self.complete(logprobs=0)
         assert r.status == 200, r.body
@@ -105,7 +113,8 @@ class Web:
 
 async def tasks(): return len(asyncio.all_tasks())
 
-def ref(model, prompt, n, **kw): return generate_ref(model, list(prompt), SamplingParams(**dict(temperature=0, max_tokens=n, ignore_eos=True) | kw))
+def ref(model, prompt, n, **kw):
+    return generate_ref(model, list(prompt), SamplingParams(**dict(temperature=0, max_tokens=n, ignore_eos=True) | kw))
 
 @contextmanager
 def web(model=None, key=None, engine=None, **kw):

@@ -14,13 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # shared memory that a program can have, bytes: CUDA C++ Programming Guide, technical specifications per compute capability; CDNA3 ISA, LDS
-SMEM = dict(sm_75=65536, sm_80=166912, sm_86=101376, sm_89=101376, sm_90=232448, sm_100=232448, sm_120=101376, gfx942=65536)
+SMEM = dict(sm_75=65536, sm_80=166912, sm_86=101376, sm_89=101376, sm_90=232448, sm_100=232448, sm_120=101376,
+            gfx942=65536)
 # what the programs on one processor share: shared memory, threads, registers
-SM_SMEM = dict(sm_75=65536, sm_80=167936, sm_86=102400, sm_89=102400, sm_90=233472, sm_100=233472, sm_120=102400, gfx942=65536)
+SM_SMEM = dict(sm_75=65536, sm_80=167936, sm_86=102400, sm_89=102400, sm_90=233472, sm_100=233472, sm_120=102400,
+               gfx942=65536)
 SM_THREADS = dict(sm_75=1024, sm_80=2048, sm_86=1536, sm_89=1536, sm_90=2048, sm_100=2048, sm_120=1536, gfx942=2048)
 SM_REGS = dict.fromkeys(SMEM, 65536) | dict(gfx942=131072)
 SHAPES = [(64, 3, 3), (64, 4, 8), (64, 8, 1), (64, 1, 8), (80, 1, 32), (96, 1, 32), (96, 3, 8),
-          (128, 1, 8), (128, 4, 8), (128, 8, 4), (256, 1, 16), (256, 8, 1)]                                      # head_dim, group, kv heads
+          # head_dim, group, kv heads
+          (128, 1, 8), (128, 4, 8), (128, 8, 4), (256, 1, 16), (256, 8, 1)]
 QUICK = [(64, 3, 3), (80, 1, 32), (128, 4, 8), (256, 8, 1)]
 QUICK_TARGETS = ['sm_75', 'sm_80', 'sm_90', 'gfx942']
 EXTRAS = dict(window=4096, softcap=50.)
@@ -28,12 +31,14 @@ EXTRAS = dict(window=4096, softcap=50.)
 def jobs(quick=False, turing=False):
     "Calls of host functions: what to compile for what"
     for target in ['sm_75'] if turing else QUICK_TARGETS if quick else SMEM:
-        for dtype in ['fp16'] if target == 'sm_75' else ['bf16'] if quick and target != 'sm_80' else ['fp16', 'bf16']:   # no bf16 in Turing
+        # no bf16 in Turing
+        for dtype in ['fp16'] if target == 'sm_75' else ['bf16'] if quick and target != 'sm_80' else ['fp16', 'bf16']:
             for D, G, K in QUICK if quick else SHAPES:
                 job = dict(target=target, dtype=dtype, head_dim=D, group=G, kv_heads=K, turing=turing)
                 plain = target == 'sm_75' and not turing
                 if not turing: yield dict(job, kernel='kv_write')
-                if plain:                                      # dots on Turing have no tensor cores: neither they nor prefill are claimed
+                # dots on Turing have no tensor cores: neither they nor prefill are claimed
+                if plain:
                     yield dict(job, kernel='paged_decode', dot=False)
                     if (D, G) == (128, 4): yield dict(job, kernel='paged_decode', dot=False, **EXTRAS)
                     continue
@@ -83,7 +88,8 @@ def call(job, dtype):
     tables, lens = torch.ones(R, 64, dtype=torch.int32), torch.ones(R, dtype=torch.int32)
     extra = {k: job[k] for k in EXTRAS if k in job}
     if job['kernel'] == 'kv_write': kv_write(q[:, :K], q[:, :K], cache, cache, lens)
-    elif job['kernel'] == 'paged_decode': paged_decode(q, cache, cache, tables, lens, D**-.5, num_splits=8, dot=job['dot'], **extra)
+    elif job['kernel'] == 'paged_decode':
+        paged_decode(q, cache, cache, tables, lens, D**-.5, num_splits=8, dot=job['dot'], **extra)
     else: paged_prefill(q, cache, cache, tables, lens, torch.arange(R + 1, dtype=torch.int32), D**-.5, **extra)
 
 KV = re.compile(r'tl\.load\((k_cache|v_cache|k|v) \+')                # where the sources load keys and values
@@ -99,11 +105,15 @@ def kv_loads(fn, asm, hip):
     for l in asm.splitlines():
         if m := re.match(r'\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)', l):
             loc = tuple(map(int, m.groups()))
-            here = m[1] in files and loc[1] in at or here and last == (loc[0], loc[1] - 1, loc[2])   # in inline assembly the line counts on
+            # in inline assembly the line counts on
+            here = m[1] in files and loc[1] in at or here and last == (loc[0], loc[1] - 1, loc[2])
             last = loc
-        elif here and hip and (m := re.match(r'\s*(?:global|buffer)_load_(dword|u?short|[us]byte)(?:x(\d))?', l)): widths[WIDTH[m[1]] * int(m[2] or 1)] += 1
-        elif here and (m := re.search(r'\bld\.global[.\w:]*?(?:\.v(\d))?\.[bsuf](\d+)', l)): widths[int(m[1] or 1) * int(m[2]) // 8] += 1
-        elif here and (m := re.search(r'\bcp\.async\.c[ag]\.shared\.global.*?, 0x([0-9a-f]+)', l)): widths[int(m[1], 16)] += 1
+        elif here and hip and (m := re.match(r'\s*(?:global|buffer)_load_(dword|u?short|[us]byte)(?:x(\d))?', l)):
+            widths[WIDTH[m[1]] * int(m[2] or 1)] += 1
+        elif here and (m := re.search(r'\bld\.global[.\w:]*?(?:\.v(\d))?\.[bsuf](\d+)', l)):
+            widths[int(m[1] or 1) * int(m[2]) // 8] += 1
+        elif here and (m := re.search(r'\bcp\.async\.c[ag]\.shared\.global.*?, 0x([0-9a-f]+)', l)):
+            widths[int(m[1], 16)] += 1
     return widths
 
 def cubin_facts(cubin):
@@ -112,11 +122,14 @@ def cubin_facts(cubin):
     tools = Path(triton.__file__).parent/'backends/nvidia/bin'
     with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
         f.write(cubin); f.flush()
-        run = lambda *cmd: subprocess.run([str(tools/cmd[0]), *cmd[1:], f.name], capture_output=True, text=True, check=True).stdout
-        usage = {k: int(v) for k, v in re.findall(r'\b(REG|STACK|LOCAL):(\d+)', run('cuobjdump', '--dump-resource-usage'))}
+        run = lambda *cmd: subprocess.run([str(tools/cmd[0]), *cmd[1:], f.name], capture_output=True, text=True,
+                                          check=True).stdout
+        usage = {k: int(v) for k, v in re.findall(r'\b(REG|STACK|LOCAL):(\d+)',
+                                                  run('cuobjdump', '--dump-resource-usage'))}
         sass = run('nvdisasm', '-c')
     return dict(regs=usage['REG'], spill=usage['STACK'] + usage['LOCAL'] + len(re.findall(r'\b(?:LDL|STL)\b', sass)),
-                mma=len(re.findall(r'\b(?:HMMA|HGMMA|UTC\w*MMA|OMMA|QMMA)\b', sass)), copies=len(re.findall(r'\bLDGSTS\b', sass)))
+                mma=len(re.findall(r'\b(?:HMMA|HGMMA|UTC\w*MMA|OMMA|QMMA)\b', sass)),
+                copies=len(re.findall(r'\bLDGSTS\b', sass)))
 
 def amd_facts(asm):
     num = lambda key: int((re.search(rf'\.{key}:\s+(\d+)', asm) or [0, 0])[1])
@@ -132,19 +145,24 @@ def row(job, fn, k):
     consts = {fn.arg_names[i[0]]: v for i, v in k.src.constants.items()}
     widths = kv_loads(fn, asm, hip)
     has_dot = re.search(r'\btl\.dot\(', fn.src) is not None and consts.get('DOT', True)
-    resident = min(SM_REGS[target] // (-(-facts['regs'] // 8) * 8 * threads), SM_THREADS[target] // threads, SM_SMEM[target] // max(k.metadata.shared, 1024))
+    resident = min(SM_REGS[target] // (-(-facts['regs'] // 8) * 8 * threads), SM_THREADS[target] // threads,
+                   SM_SMEM[target] // max(k.metadata.shared, 1024))
     bad = []
     if facts['spill']: bad.append(f"spills: {facts['spill']}")
     if k.metadata.shared > SMEM[target]: bad.append(f"shared memory: {k.metadata.shared} bytes of {SMEM[target]}")
     if has_dot and not facts['mma']: bad.append('a dot without tensor cores')
     if not resident: bad.append('registers for no program at all')
     if name != 'reduce':
-        need = min(16, 2 * consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)   # bytes of a tile that each thread loads
+        # bytes of a tile that each thread loads
+        need = min(16, 2 * consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)
         if not widths: bad.append('no load of keys found')
         elif min(widths) < need: bad.append(f"loads keys or values {min(widths)} bytes at a time, could {need}")
-    variant = [{True: 'dot', False: 'dot-free'}.get(consts.get('DOT')), 'window and soft cap' if consts.get('WINDOW') else None]
-    return dict(kernel=name, variant=', '.join(filter(None, variant)), dtype=job['dtype'], head_dim=job['head_dim'], group=job['group'], target=target,
-                warps=k.metadata.num_warps, **facts, smem=k.metadata.shared, load_bytes=min(widths, default=None), resident=resident,
+    variant = [{True: 'dot', False: 'dot-free'}.get(consts.get('DOT')), 'window and soft cap' if consts.get('WINDOW')
+               else None]
+    return dict(kernel=name, variant=', '.join(filter(None, variant)), dtype=job['dtype'], head_dim=job['head_dim'],
+                group=job['group'], target=target,
+                warps=k.metadata.num_warps, **facts, smem=k.metadata.shared, load_bytes=min(widths, default=None),
+                resident=resident,
                 ok=not bad, why='; '.join(bad))
 
 def worker():
@@ -157,18 +175,21 @@ def worker():
             from cbatch.kernels.triton_backend import enable_turing_dots as hook
             hook()
         try: rows = [row(job, fn, k) for fn, k in launches(job)]
-        except Exception as e: rows = [failed(job, f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')[:160]}")]
+        except Exception as e:
+            rows = [failed(job, f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')[:160]}")]
         print(json.dumps(rows), flush=True)
 
 # --- in the process that asks
 
 def failed(job, why):
-    return dict(kernel=job['kernel'], variant=dict({True: 'dot', False: 'dot-free'}).get(job.get('dot'), ''), dtype=job['dtype'], head_dim=job['head_dim'],
+    return dict(kernel=job['kernel'], variant=dict({True: 'dot', False: 'dot-free'}).get(job.get('dot'), ''),
+                dtype=job['dtype'], head_dim=job['head_dim'],
                 group=job['group'], target=job['target'], ok=False, why=why)
 
 def compile_all(todo, report, cache):
     "Rows of some jobs, from one process that is started again whenever it dies"
-    env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'} | dict(TRITON_CACHE_DIR=cache, TRITON_DEFAULT_FP_FUSION='1', OMP_NUM_THREADS='1')
+    env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'} | dict(TRITON_CACHE_DIR=cache,
+        TRITON_DEFAULT_FP_FUSION='1', OMP_NUM_THREADS='1')
     proc, rows = None, []
     for job in todo:
         if proc is None:
@@ -206,8 +227,10 @@ def table(rows):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0]); arg = p.add_argument
-    arg('--quick', action='store_true', help='some shapes and GPUs'); arg('--json', help='write the rows here, beside those of other Triton versions')
-    arg('--only', default='', help='host functions whose name has this'); arg('--workers', type=int, default=min(2, os.cpu_count()))
+    arg('--quick', action='store_true', help='some shapes and GPUs')
+    arg('--json', help='write the rows here, beside those of other Triton versions')
+    arg('--only', default='', help='host functions whose name has this')
+    arg('--workers', type=int, default=min(2, os.cpu_count()))
     arg('--worker', action='store_true', help=argparse.SUPPRESS)
     o = p.parse_args()
     if o.worker: return worker()
@@ -223,12 +246,14 @@ def main():
         report = lambda r: None if r['ok'] else print(f"BAD {named(r)}: {r['why']}", flush=True)
         with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(o.workers) as pool:
             parts = pool.map(lambda i: compile_all(todo[i::o.workers], report, cache), range(o.workers))
-            return sorted(sum(parts, []), key=lambda r: (r['kernel'], r['variant'], list(SMEM).index(r['target']), r['dtype'], r['head_dim'], r['group']))
+            return sorted(sum(parts, []), key=lambda r: (r['kernel'], r['variant'], list(SMEM).index(r['target']),
+                                                         r['dtype'], r['head_dim'], r['group']))
     rows, turing = run(jobs(o.quick)), []
     table(rows)
     if has_turing():
         turing = run(jobs(o.quick, turing=True))
-        print('\nUnverified, and so not counted: dots on sm_75 with its tensor cores, through enable_turing_dots()'); table(turing)
+        print('\nUnverified, and so not counted: dots on sm_75 with its tensor cores, through enable_turing_dots()')
+        table(turing)
     bad = sum(not r['ok'] for r in rows)
     print(f'\nTriton {triton.__version__}: {len(rows)} kernels compiled, {bad} bad ({time.time() - start:.0f} s)')
     if o.json: record(Path(o.json), triton.__version__, rows, turing, o.quick)
@@ -237,8 +262,10 @@ def main():
 def record(path, version, rows, turing, quick):
     "Put a Triton version into the file: the newest at the top, the others below `versions`"
     old = json.loads(path.read_text()) if path.exists() else {}
-    entries = {e['triton']: {k: v for k, v in e.items() if k != 'versions'} for e in [*old.get('versions', {}).values(), old] if e}
-    entries[version] = dict(triton=version, command=f"python tools/aot.py{' --quick' * quick} --json {path}", rows=rows, turing=turing)
+    entries = {e['triton']: {k: v for k, v in e.items() if k != 'versions'}
+               for e in [*old.get('versions', {}).values(), old] if e}
+    entries[version] = dict(triton=version, command=f"python tools/aot.py{' --quick' * quick} --json {path}",
+                            rows=rows, turing=turing)
     by_age = sorted(entries, key=lambda v: [int(x) for x in re.findall(r'\d+', v)[:3]])
     whole = entries[by_age[-1]] | dict(versions={v: entries[v] for v in by_age[:-1]})
     path.write_text(json.dumps(whole).replace('}, {', '},\n {') + '\n')   # a line for each kernel

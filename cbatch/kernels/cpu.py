@@ -49,7 +49,7 @@ template <int R = ROWS, typename F> inline void known(int n, const F& f) {
 }
 """
 
-# %% ../../kernels/03_cpu.ipynb #b9bcfca1
+# %% ../../kernels/03_cpu.ipynb #078c3ad7
 KVPool = struct('KVPool', 'void* k v; int64 kv_heads dim block_size')
 _Write = struct('Write', """
     const void* k v; const int64* slots;
@@ -87,7 +87,7 @@ extern "C" void write_f32(const Write* w) { write<float>(*w); }
 extern "C" void write_bf16(const Write* w) { write<bf16>(*w); }
 """
 
-# %% ../../kernels/03_cpu.ipynb #1d54be9a
+# %% ../../kernels/03_cpu.ipynb #050ca58a
 _Step = struct('Step', """
     const void* q; void* out; const int32* tables lens starts;
     int64 q_token q_head out_token out_head requests width heads window threads;
@@ -206,7 +206,7 @@ inline void values(const KVPool& pool, const T* weights, int n, const Tiles& til
 }
 """
 
-# %% ../../kernels/03_cpu.ipynb #9b3a0ba4
+# %% ../../kernels/03_cpu.ipynb #c8d7c80f
 ATTENTION_CPP += r"""
 template <typename T, int R> void rows(const Step& s, const Piece& w) {
     const int64_t D = s.pool.dim, n = D / PER<T>, end = w.first + R / w.G - 1;

@@ -6,7 +6,8 @@ import pytest
 if importlib.util.find_spec('triton'):
     import triton, triton.language as tl
     INTERPRETED = triton.knobs.runtime.interpret
-    if ('Interpreted' in type(tl.sum).__name__) != INTERPRETED: raise pytest.UsageError('triton was imported before TRITON_INTERPRET was set')
+    if ('Interpreted' in type(tl.sum).__name__) != INTERPRETED:
+        raise pytest.UsageError('triton was imported before TRITON_INTERPRET was set')
     if INTERPRETED:
         import interp
         interp.mend()

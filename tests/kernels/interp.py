@@ -21,7 +21,8 @@ def to_bf16(x):
 
 def is_bf16(x): return isinstance(x, interpreter.TensorHandle) and x.dtype.scalar == tl.bfloat16
 def widen(x): return interpreter.TensorHandle(to_fp32(x.data), tl.float32) if is_bf16(x) else x
-def narrow(x): return interpreter.TensorHandle(to_bf16(x.data), tl.bfloat16) if x.dtype.scalar == tl.float32 else x   # a comparison stays bool
+# a comparison stays bool
+def narrow(x): return interpreter.TensorHandle(to_bf16(x.data), tl.bfloat16) if x.dtype.scalar == tl.float32 else x
 
 def _arithmetic(old, name):
     def new(self, *args, **kw):
@@ -49,8 +50,10 @@ def _reduce(old):
     "Sums of bf16 are kept in fp32 and rounded once, which is what fewer roundings would give on a GPU"
     def new(self, inputs):
         if not isinstance(inputs, tuple) or not any(is_bf16(x.handle) for x in inputs): return old(self, inputs)
-        wide = tuple(tl.core.tensor(widen(x.handle), tl.block_type(tl.float32, list(x.shape))) if is_bf16(x.handle) else x for x in inputs)
-        back = lambda out: self.to_tensor(to_bf16(out.handle.data).reshape(out.handle.data.shape if out.shape else ()), tl.bfloat16)
+        wide = tuple(tl.core.tensor(widen(x.handle), tl.block_type(tl.float32, list(x.shape))) if is_bf16(x.handle)
+                     else x for x in inputs)
+        back = lambda out: self.to_tensor(to_bf16(out.handle.data).reshape(out.handle.data.shape if out.shape else ()),
+                                          tl.bfloat16)
         return tuple(back(out) if is_bf16(x.handle) else out for out, x in zip(old(self, wide), inputs))
     return new
 

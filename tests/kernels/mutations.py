@@ -34,10 +34,12 @@ m(d, 'window a key too long', 'tl.maximum(n - WINDOW, 0)', 'tl.maximum(n - WINDO
 m(d, 'window a key too short', 'tl.maximum(n - WINDOW, 0)', 'tl.maximum(n - WINDOW + 1, 0)')
 m(d, "window's first key left out", '(pos >= start)', '(pos > start)')
 m(d, 'last tile left out', 'tl.cdiv(n, TILE)', 'n // TILE')
-m(d, 'splits too short', 'per = tl.cdiv(last - first, tl.num_programs(2))', 'per = (last - first) // tl.num_programs(2)')
+m(d, 'splits too short', 'per = tl.cdiv(last - first, tl.num_programs(2))',
+  'per = (last - first) // tl.num_programs(2)')
 m(d, 'splits overlap', 'lo = first + split * per', 'lo = first + split * per - (split > 0)')
 m(d, 'splits do not begin at the window', 'lo = first + split * per', 'lo = split * per')
-m(d, 'splits run past the last tile', 'tl.minimum(lo + per, last)', 'lo + per', 'no key of such a tile is inside: all is masked, only time is lost')
+m(d, 'splits run past the last tile', 'tl.minimum(lo + per, last)', 'lo + per',
+  'no key of such a tile is inside: all is masked, only time is lost')
 m(d, "another group's heads", 'kv_head * G + g, tl', 'kv_head * BG + g, tl')
 m(d, 'a head of the next group', '(g < G)[:, None]', '(g <= G)[:, None]')
 m(d, 'large groups: every program takes the first heads', '% chunks * BG + tl', '% chunks + tl')
@@ -48,17 +50,22 @@ m(d, 'heads taken for packed', 'at = kv_head * head_stride', 'at = kv_head * D')
 m(d, 'table read beyond the end', 'tl.load(table + pos // BS, mask=inside, other=0)', 'tl.load(table + pos // BS)')
 m(d, 'block offsets of 32 bits', 'mask=inside, other=0).to(tl.int64)', 'mask=inside, other=0)')
 m(d, 'slot off by one', 'pos % BS * slot_stride', '(pos + 1) % BS * slot_stride')
-m(d, 'slots and blocks exchanged', 'inside, block_stride, slot_stride, BS)\n        key', 'inside, slot_stride, block_stride, BS)\n        key')
-m(d, 'keys not masked', 'k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols', 'k_cache + at[:, None] + d[None, :], mask=cols',
+m(d, 'slots and blocks exchanged', 'inside, block_stride, slot_stride, BS)\n        key',
+  'inside, slot_stride, block_stride, BS)\n        key')
+m(d, 'keys not masked', 'k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
+  'k_cache + at[:, None] + d[None, :], mask=cols',
   'keys that are not inside come from block 0, and their scores are replaced by -inf')
-m(d, 'values not masked', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols', 'v_cache + at[:, None] + d[None, :], mask=cols')
-m(d, 'keys wider than the head', 'k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols', 'k_cache + at[:, None] + d[None, :], mask=inside[:, None]')
+m(d, 'values not masked', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
+  'v_cache + at[:, None] + d[None, :], mask=cols')
+m(d, 'keys wider than the head', 'k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
+  'k_cache + at[:, None] + d[None, :], mask=inside[:, None]')
 m(d, 'what is not inside takes part', 'tl.where(inside[None, :], scores, -float(\'inf\'))', 'scores')
 m(d, 'output not shrunk when the maximum grows', 'acc * shrink[:, None]', 'acc')
 m(d, 'sum not shrunk when the maximum grows', 'total * shrink + tl.sum(p, 1)', 'total + tl.sum(p, 1)')
 m(d, 'maximum of the last tile only', 'new = tl.maximum(top, tl.max(scores, 1))', 'new = tl.max(scores, 1)')
 m(d, 'nothing seen yet: -inf - -inf', "base = tl.where(new == -float('inf'), 0., new)", 'base = new')
-m(d, 'the last tile is all (dot)', 'acc = tl.dot(p.to(value.dtype), value, acc)', 'acc = tl.dot(p.to(value.dtype), value)')
+m(d, 'the last tile is all (dot)', 'acc = tl.dot(p.to(value.dtype), value, acc)',
+  'acc = tl.dot(p.to(value.dtype), value)')
 m(d, 'the last tile is all (dot-free)', 'acc += tl.sum(p[:, :, None]', 'acc = tl.sum(p[:, :, None]')
 m(d, 'soft cap loses the sign', 'tl.where(scores < 0, -size, size)', 'size')
 m(d, 'soft cap applied to the wrong scale', 'scaling / softcap', 'scaling')
@@ -69,16 +76,20 @@ m(d, 'weights of heads that are not there', 'top + tl.log2(total), mask=g < G)',
 m(d, 'reduce without the maximum', "tl.exp2(size - tl.where(top == -float('inf'), 0., top))", 'tl.exp2(size)')
 m(d, 'splits that are not there count', "mask=s < num_splits, other=-float('inf')", 'mask=s < num_splits, other=0.')
 m(d, 'splits of another head', '(r * H + h) * num_splits + s', '(r * H + h) * BS + s')
-m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1., total)', 'tl.sum(part * weight[:, None], 0)')
+m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1., total)',
+  'tl.sum(part * weight[:, None], 0)')
 
 p = 'paged_prefill'
 m(p, 'a query does not see itself', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] < before + i[:, None]')
 m(p, 'a query sees the next', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] <= before + 1 + i[:, None]')
-m(p, 'window a key too long', 'pos[None, :] > before + i[:, None] - WINDOW', 'pos[None, :] >= before + i[:, None] - WINDOW')
+m(p, 'window a key too long', 'pos[None, :] > before + i[:, None] - WINDOW',
+  'pos[None, :] >= before + i[:, None] - WINDOW')
 m(p, 'window begins a key too late', 'before + i0 + 1 - WINDOW', 'before + i0 + 2 - WINDOW')
-m(p, 'window begins a key too early', 'before + i0 + 1 - WINDOW', 'before + i0 - WINDOW', "the mask of each query's own window drops that key")
+m(p, 'window begins a key too early', 'before + i0 + 1 - WINDOW', 'before + i0 - WINDOW',
+  "the mask of each query's own window drops that key")
 m(p, 'keys beyond the last query', 'end = before + tl.minimum(i0 + BQ, num_queries)', 'end = before + i0 + BQ')
-m(p, 'keys before the chunk forgotten', 'tl.load(seq_lens + r).to(tl.int32) - num_queries', 'tl.load(seq_lens + r).to(tl.int32) * 0')
+m(p, 'keys before the chunk forgotten', 'tl.load(seq_lens + r).to(tl.int32) - num_queries',
+  'tl.load(seq_lens + r).to(tl.int32) * 0')
 m(p, 'a head of the next group', 'kv_head * G + m % G', 'kv_head * G + m % (G + 1)')
 m(p, "the first group's heads for all", 'kv_head * G + m % G', 'm % G')
 m(p, "the next tile's queries, too", '(m < BQ * G) & (i < num_queries)', 'i < num_queries')
@@ -86,11 +97,13 @@ m(p, "the next request's queries, too", '(m < BQ * G) & (i < num_queries)', 'm <
 m(p, 'tiles of the request before', '// BQ + mid <= tile', '// BQ + mid < tile')
 m(p, 'tiles counted without those that are not full', '// BQ + mid <= tile', '// BQ <= tile')
 m(p, "a request's first tile misplaced", '(tile - begin // BQ - r) * BQ', '(tile - begin // BQ) * BQ')
-m(p, 'a tile for nobody', 'if i0 < num_queries', 'if i0 <= num_queries', 'all of its rows are masked; only time is lost')
+m(p, 'a tile for nobody', 'if i0 < num_queries', 'if i0 <= num_queries',
+  'all of its rows are masked; only time is lost')
 m(p, 'a tile too few', 'T // (BM // G) + R, K)', 'T // (BM // G) + R - 1, K)')
 m(p, 'tokens of 32 bits', '(begin + i).to(tl.int64)[:, None]', '(begin + i)[:, None]')
 m(p, "the first request's table for all", 'block_tables + tl.cast(r, tl.int64) * table_stride', 'block_tables')
-m(p, 'values not masked', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols', 'v_cache + at[:, None] + d[None, :], mask=cols')
+m(p, 'values not masked', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
+  'v_cache + at[:, None] + d[None, :], mask=cols')
 m(p, 'values wider than the head', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
   'v_cache + at[:, None] + d[None, :], mask=inside[:, None]')
 m(p, 'no sum', 'acc = acc / tl.where(total == 0, 1., total)[:, None]', 'acc = acc')
@@ -121,7 +134,8 @@ def heads_first(c):
 
 def far_queries(c, stride=2**30):
     "The same queries, so far apart that row 2 begins beyond 32 bits"
-    return replace(c, q=vast(2 * stride + c.q[0].numel(), dtype=c.q.dtype).as_strided(c.q.shape, (stride, c.q.shape[2], 1)).copy_(c.q))
+    return replace(c, q=vast(2 * stride + c.q[0].numel(), dtype=c.q.dtype).as_strided(c.q.shape,
+        (stride, c.q.shape[2], 1)).copy_(c.q))
 
 def far_blocks(run, kernel):
     c = far_cache(make([17], dtype=torch.float16))    # blocks 1 and 2
@@ -163,7 +177,8 @@ def load(module, source, **others):
     "A module of its own from changed source; Triton reads a kernel's text from its file. It sees the modules `others` in place of the real ones"
     name = f'mutant{load.n}_{module}'; load.n += 1
     path = Path(load.dir.name)/f'{name}.py'
-    for old, new in others.items(): source = source.replace(f'from .{old} import', f'from .{new.__name__.rpartition(".")[2]} import')
+    for old, new in others.items():
+        source = source.replace(f'from .{old} import', f'from .{new.__name__.rpartition(".")[2]} import')
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(f'cbatch.kernels.{name}', path)
     sys.modules[spec.name] = mod = importlib.util.module_from_spec(spec)
@@ -186,7 +201,8 @@ def checks(module, source):
 def caught(module, old, new):
     "Which check objects, and what it says; None if none does"
     source = text(module)
-    if source.count(old) != 1: raise LookupError(f'{module}: {old!r} is there {source.count(old)} times: the kernel has changed, change the mutation')
+    if source.count(old) != 1:
+        raise LookupError(f'{module}: {old!r} is there {source.count(old)} times: the kernel has changed, change the mutation')
     for name, check in checks(module, source.replace(old, new)):
         try: check()
         except Fault as e: return dict(check=name, by='sanitizer', says=str(e).split(': ')[0].partition(', the')[0])
@@ -197,12 +213,15 @@ def main():
     rows = []
     for module, name, old, new, harmless in MUTATIONS:
         found = caught(module, old, new)
-        rows.append(dict(module=module, mutation=name, line=old.strip(), becomes=new.strip(), **(found or dict(check=None)), harmless=harmless))
+        rows.append(dict(module=module, mutation=name, line=old.strip(), becomes=new.strip(),
+                         **(found or dict(check=None)), harmless=harmless))
         verdict = '{by}: {says} ({check})'.format(**found) if found else f'harmless: {harmless}' if harmless else 'NOT CAUGHT'
         print(f'{module:<14} {name:<48} {verdict}', flush=True)
     survived = [r for r in rows if not r['check']]
-    record = dict(command='python tests/kernels/mutations.py', mutations=len(rows), caught=len(rows) - len(survived), harmless=len(survived), rows=rows)
-    if all(bool(r['harmless']) != bool(r['check']) for r in rows): (ROOT/'bench/records/kernel_mutations.json').write_text(json.dumps(record, indent=1) + '\n')
+    record = dict(command='python tests/kernels/mutations.py', mutations=len(rows), caught=len(rows) - len(survived),
+                  harmless=len(survived), rows=rows)
+    if all(bool(r['harmless']) != bool(r['check']) for r in rows):
+        (ROOT/'bench/records/kernel_mutations.json').write_text(json.dumps(record, indent=1) + '\n')
     else: sys.exit('not recorded: some mutation is neither caught nor harmless')
 
 if __name__ == '__main__': main()

@@ -21,7 +21,8 @@ class Case:
     query_starts:torch.Tensor # [R+1] int32
     options:dict              # scaling, window, softcap
 
-def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, padding=0, seed=0, device='cpu', **options):
+def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, padding=0, seed=0, device='cpu',
+         **options):
     "Requests of `seq_lens` keys whose last `query_lens` tokens ask (None: one each), and `padding` more rows of queries"
     g = torch.Generator().manual_seed(seed)
     rnd = lambda *shape: torch.randn(*shape, generator=g).to(dtype)
@@ -37,16 +38,19 @@ def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, 
     T = sum(query_lens)
     q = rnd(T + padding, (G + 2) * K, D).to(device)[:, K:-K]
     q[T:] = math.nan
-    if query_lens == [1] * len(seq_lens): q[torch.tensor([not n for n in seq_lens] + [False] * padding, dtype=torch.bool)] = math.nan
+    if query_lens == [1] * len(seq_lens):
+        q[torch.tensor([not n for n in seq_lens] + [False] * padding, dtype=torch.bool)] = math.nan
     i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=device)
     options = dict(scaling=D**-.5) | options
-    return Case(q, *caches.to(device), tables.to(device), i32(seq_lens), i32([0, *query_lens]).cumsum(0, dtype=torch.int32), options)
+    return Case(q, *caches.to(device), tables.to(device), i32(seq_lens),
+                i32([0, *query_lens]).cumsum(0, dtype=torch.int32), options)
 
 def expected(c:Case, scaling, window=None, softcap=None):
     "[T, H, D] float64; zeros for who sees nothing"
     out = torch.zeros(c.q.shape, dtype=torch.float64)
     K, bs = c.k_cache.shape[2], c.k_cache.shape[1]
-    all_q, caches, tables, starts = c.q.double().cpu(), [c.k_cache.cpu(), c.v_cache.cpu()], c.block_tables.tolist(), c.query_starts.tolist()
+    all_q, caches, tables, starts = c.q.double().cpu(), [c.k_cache.cpu(),
+                                                         c.v_cache.cpu()], c.block_tables.tolist(), c.query_starts.tolist()
     for r, L in enumerate(c.seq_lens.tolist()):
         at = [(tables[r][p // bs], p % bs) for p in range(L)]
         for row in range(starts[r], starts[r + 1] if L else starts[r]):
@@ -70,7 +74,8 @@ def decode(kernel, c:Case, **kw):
     with new_memory_is_nan(): return kernel(c.q, c.k_cache, c.v_cache, c.block_tables, c.seq_lens, **c.options | kw)
 
 def prefill(kernel, c:Case, **kw):
-    with new_memory_is_nan(): return kernel(c.q, c.k_cache, c.v_cache, c.block_tables, c.seq_lens, c.query_starts, **c.options | kw)
+    with new_memory_is_nan():
+        return kernel(c.q, c.k_cache, c.v_cache, c.block_tables, c.seq_lens, c.query_starts, **c.options | kw)
 
 def assert_right(out, c:Case):
     "Equal to the reference wherever a request's query is; padding is zero"
@@ -102,10 +107,12 @@ def kv_right(kernel, k, v, k_cache, v_cache, slots):
 def vast(numel, before=2**31, dtype=torch.float16):
     "A flat tensor of `numel` elements with `before` more ahead of it, without the memory: an offset that wraps around in 32 bits lands there, on zeros"
     size = torch.empty((), dtype=dtype).element_size()
-    ram = mmap.mmap(-1, (before + numel) * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, 'MAP_NORESERVE', 0x4000))
+    ram = mmap.mmap(-1, (before + numel) * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                    | getattr(mmap, 'MAP_NORESERVE', 0x4000))
     return torch.frombuffer(ram, dtype=dtype)[before:]
 
 def far_cache(c:Case, stride=2**30):
     "The same case with blocks so far apart that block 2 begins beyond 32 bits"
-    far = lambda x: vast((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype).as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
+    far = lambda x: vast((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype).as_strided(x.shape,
+        (stride, *x.stride()[1:])).copy_(x)
     return replace(c, k_cache=far(c.k_cache), v_cache=far(c.v_cache))

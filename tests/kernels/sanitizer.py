@@ -51,7 +51,8 @@ def touch(builder, kind, ptrs, mask, value=None):
     near = arg.at[np.searchsorted(arg.at, addr).clip(max=len(arg.at) - 1)] if len(arg.at) else 0
     bad = near != addr
     first = lambda: (addr[bad][0] - arg.start) // arg.item
-    if bad.any(): raise say(f"{bad.sum()} of {bad.size} lanes out of bounds, the first {first()} elements from the start of {len(arg.at)}")
+    if bad.any():
+        raise say(f"{bad.sum()} of {bad.size} lanes out of bounds, the first {first()} elements from the start of {len(arg.at)}")
     if kind == 'atomic': return
     log, at, me = arg.log, arg.log.index(addr), 1 + int(np.ravel_multi_index(builder.grid_idx, builder.grid_dim))
     others = lambda who: (who != 0) & (who != me)
@@ -69,7 +70,8 @@ def keeps_origin(old):
     def new(self, *args, **kw):
         out = old(self, *args, **kw)
         for a in args:
-            if isinstance(a, interpreter.TensorHandle) and 'argument' in a.attr: out.attr['argument'] = a.attr['argument']
+            if isinstance(a, interpreter.TensorHandle) and 'argument' in a.attr:
+                out.attr['argument'] = a.attr['argument']
         return out
     return new
 
@@ -93,8 +95,10 @@ def sanitized():
             out.handle.attr['argument'] = Arg(name, arg, logs[s.data_ptr()])
         return out
     def masked_load(self, ptrs, mask, *a, **k): touch(self, 'load', ptrs, mask); return load(self, ptrs, mask, *a, **k)
-    def masked_store(self, ptrs, value, mask, *a, **k): touch(self, 'store', ptrs, mask, value); return store(self, ptrs, value, mask, *a, **k)
-    def atomic_rmw(self, op, ptrs, value, mask, *a): touch(self, 'atomic', ptrs, mask); return rmw(self, op, ptrs, value, mask, *a)
+    def masked_store(self, ptrs, value, mask, *a, **k):
+        touch(self, 'store', ptrs, mask, value); return store(self, ptrs, value, mask, *a, **k)
+    def atomic_rmw(self, op, ptrs, value, mask, *a):
+        touch(self, 'atomic', ptrs, mask); return rmw(self, op, ptrs, value, mask, *a)
     def atomic_cas(self, ptrs, *a): touch(self, 'atomic', ptrs, None); return cas(self, ptrs, *a)
     try:
         put(interpreter.GridExecutor, '__call__', launch); put(interpreter, '_implicit_cvt', convert)

@@ -33,14 +33,18 @@ def rows(tmp_path, monkeypatch, **plants):
     "What is said of jobs with something planted, or nothing"
     (tmp_path/'worker.py').write_text(WORKER)
     monkeypatch.setattr(aot, '__file__', str(tmp_path/'worker.py'))
-    job = dict(target='sm_80', dtype='fp16', head_dim=64, group=3, kv_heads=3, turing=False, kernel='paged_decode', dot=True)
-    return aot.compile_all([job | dict(plant=n) | kw for n, kw in plants.items()], lambda r: None, str(tmp_path/'cache'))
+    job = dict(target='sm_80', dtype='fp16', head_dim=64, group=3, kv_heads=3, turing=False, kernel='paged_decode',
+               dot=True)
+    return aot.compile_all([job | dict(plant=n) | kw for n, kw in plants.items()], lambda r: None,
+                           str(tmp_path/'cache'))
 
 def test_planted_faults_are_found(tmp_path, monkeypatch):
-    plants = dict(abort={}, strides={}, warps=dict(kernel='paged_prefill', head_dim=128), turing=dict(target='sm_75'), again=dict(kernel='kv_write'))
+    plants = dict(abort={}, strides={}, warps=dict(kernel='paged_prefill', head_dim=128), turing=dict(target='sm_75'),
+                  again=dict(kernel='kv_write'))
     plants['raise'] = {}
     says = {}
-    for r in rows(tmp_path, monkeypatch, **plants): says.setdefault((r['kernel'], r['target'], r['head_dim']), []).append(r['why'])
+    for r in rows(tmp_path, monkeypatch, **plants):
+        says.setdefault((r['kernel'], r['target'], r['head_dim']), []).append(r['why'])
     decode = says['paged_decode', 'sm_80', 64]
     assert decode[:3:2] == ['the compiler ended its process (-6)', 'ValueError: planted']
     assert decode[1] == 'loads keys or values 2 bytes at a time, could 16'

@@ -11,12 +11,16 @@ from ask import sp
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(20, 29)), [5, 6, 7] * 3 + [1]]
 
-def engine(lm, **kw): return LLM(lm, backend='triton', **dict(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, check=True) | kw)
+def engine(lm, **kw):
+    return LLM(lm, backend='triton', **dict(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8,
+                                            check=True) | kw)
 def answers(llm, n=5): return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(n), use_tqdm=False)]
 def alone(lm, n=5): return [generate_ref(lm, p, sp(n)).token_ids for p in PROMPTS]
 
 @pytest.mark.parametrize('arch', ['llama', 'qwen3'])
-@pytest.mark.parametrize('how', [dict(num_blocks=8), dict(num_blocks=8, preemption='swap'), dict(num_blocks=40, block_size=2, max_num_batched_tokens=5)], ids=['recompute', 'swap', 'small chunks'])
+@pytest.mark.parametrize('how', [dict(num_blocks=8), dict(num_blocks=8, preemption='swap'),
+                                 dict(num_blocks=40, block_size=2, max_num_batched_tokens=5)],
+                         ids=['recompute', 'swap', 'small chunks'])
 def test_equals_the_oracle(arch, how):
     lm = tiny_lm(arch)
     with engine(lm, **how) as llm:
@@ -38,7 +42,9 @@ def test_prefix_hits(arch):
 def test_window_and_soft_cap(arch):
     "Local layers see 16 tokens, which is fewer than these requests have; gemma2 caps its scores as well"
     lm, prompt = tiny_lm(arch), list(range(40, 61))
-    with engine(lm) as llm: assert llm.generate([prompt], sp(4), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, prompt, sp(4)).token_ids
+    with engine(lm) as llm:
+        assert llm.generate([prompt], sp(4), use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm, prompt,
+            sp(4)).token_ids
 
 def test_recorded_steps():
     "Through the buffers, the ladder and the rows for nobody of recorded steps; the recording itself is a plain call here"
@@ -49,7 +55,8 @@ def test_recorded_steps():
         llm.runner.executor.graphs = DecodeGraphs(llm.runner.executor.backend, 3, llm.max_model_len // 4, record=record)
         llm.runner.executor.warm_up()
         assert answers(llm) == alone(lm)
-        assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.executor.graphs.replays) == [1, 2, 3]
+        assert replayed and llm.metrics['num_preemptions'] > 0 and sorted(llm.runner.executor.graphs.replays) == [1, 2,
+            3]
 
 def test_rows_in_the_order_asked_for_and_none_beyond():
     "Four rows, then two: what the larger step left in the buffers is not looked at"
@@ -57,14 +64,18 @@ def test_rows_in_the_order_asked_for_and_none_beyond():
     def step(*rows, lens=(1, 1, 1, 1)):
         n = len(lens)
         meta = AttnMeta(list(lens), [3] * n, torch.arange(1, n + 1)[:, None], torch.arange(n) * 4 + 6); be.prepare(meta)
-        return SimpleNamespace(input_ids=torch.arange(10, 10 + sum(lens))[None], position_ids=torch.full((1, sum(lens)), 2), meta=meta, logit_rows=torch.tensor(rows))
+        return SimpleNamespace(input_ids=torch.arange(10, 10 + sum(lens))[None],
+                               position_ids=torch.full((1, sum(lens)), 2), meta=meta, logit_rows=torch.tensor(rows))
     seen = []
-    def logits(ids, pos, rows, meta): seen.append((meta.slot_mapping.tolist(), meta.scratch['lens'].tolist())); return ids[0, rows][:, None].float()
+    def logits(ids, pos, rows, meta):
+        seen.append((meta.slot_mapping.tolist(), meta.scratch['lens'].tolist())); return ids[0, rows][:, None].float()
     graphs = DecodeGraphs(be, 4, 2, record=lambda run, pool: (run(), (run, pool))[1])
     assert graphs(step(2, 0, 3, 1), logits).tolist() == [[12], [10], [13], [11]]
     assert graphs(step(1, 0, lens=(1, 1)), logits).tolist() == [[11], [10]] and seen[-1] == ([6, 10], [3, 3])
-    assert graphs(step(1, 2, 0, lens=(1, 1, 1)), logits).tolist() == [[11], [12], [10]] and seen[-1] == ([6, 10, 14, -1], [3, 3, 3, 0])
-    for batch in (step(1, 0), step(1, 0, lens=(1, 2)), step(*range(5), lens=[1] * 5)): assert graphs(batch, logits) is None
+    assert graphs(step(1, 2, 0, lens=(1, 1, 1)), logits).tolist() == [[11], [12],
+        [10]] and seen[-1] == ([6, 10, 14, -1], [3, 3, 3, 0])
+    for batch in (step(1, 0), step(1, 0, lens=(1, 2)), step(*range(5), lens=[1] * 5)):
+        assert graphs(batch, logits) is None
 
 def test_a_model_that_can_not_be_recorded(monkeypatch):
     "It is said once, and steps are launched as before"
@@ -91,11 +102,13 @@ def test_a_recording_that_stops_half_way(monkeypatch, e):
         if isinstance(e, KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt): llm.runner.executor.warm_up()
         else: llm.runner.executor.warm_up()
-        assert answers(llm, 3) == alone(lm, 3) and graphs.off == (not isinstance(e, KeyboardInterrupt)) and len(graphs.replays) == (0 if graphs.off else 3)
+        assert answers(llm, 3) == alone(lm, 3) and graphs.off == (not isinstance(e,
+            KeyboardInterrupt)) and len(graphs.replays) == (0 if graphs.off else 3)
 
 def test_what_is_refused(monkeypatch):
     with pytest.raises(ValueError, match='power of two'): engine(tiny_lm('llama'), block_size=12)
     import cbatch.kernels.triton_backend as tb
     monkeypatch.setattr(tb, 'INTERPRETED', False)
     with pytest.raises(ValueError, match='needs a GPU, or TRITON_INTERPRET=1'): engine(tiny_lm('llama'))
-    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"): TritonBackend(KVShape(4, 4, 1, 1, 16, torch.float32, 'cuda'))
+    with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"):
+        TritonBackend(KVShape(4, 4, 1, 1, 16, torch.float32, 'cuda'))

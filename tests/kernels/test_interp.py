@@ -56,7 +56,8 @@ def test_unmended_is_wrong():
 def test_dot():
     x, y, out = rnd(16, 16).to(BF16), rnd(16, 16, seed=1).to(BF16), torch.empty(16, 16)
     _dot[(1,)](x, y, out, 16)
-    torch.testing.assert_close(out, x.float() @ y.float(), atol=1e-5, rtol=1e-5)   # products of bf16 are exact in fp32; sums differ in their order
+    # products of bf16 are exact in fp32; sums differ in their order
+    torch.testing.assert_close(out, x.float() @ y.float(), atol=1e-5, rtol=1e-5)
 
 def test_rounds_to_nearest_even():
     # ties go down, up, towards 0; above a tie; into the next power

@@ -2,7 +2,8 @@
 import pytest
 import mutations
 
-pytestmark = [pytest.mark.usefixtures('interpreter'), pytest.mark.filterwarnings('ignore::RuntimeWarning')]   # numpy's, of overflows and NaN
+# numpy's, of overflows and NaN
+pytestmark = [pytest.mark.usefixtures('interpreter'), pytest.mark.filterwarnings('ignore::RuntimeWarning')]
 
 @pytest.mark.parametrize('i', range(len(mutations.MUTATIONS)), ids=lambda i: ': '.join(mutations.MUTATIONS[i][:2]))
 def test_caught(i):

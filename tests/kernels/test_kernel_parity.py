@@ -11,7 +11,8 @@ from reference import DTYPES, assert_right, decode, expected, far_cache, kv_case
 from sanitizer import sanitized
 
 DEVICE = 'cpu' if INTERPRETED else 'cuda'
-if not INTERPRETED and not torch.cuda.is_available(): pytest.skip('TRITON_INTERPRET=0 without a GPU', allow_module_level=True)
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip('TRITON_INTERPRET=0 without a GPU', allow_module_level=True)
 TYPES = [t for t in DTYPES if INTERPRETED or t != 'fp32']        # on a GPU fp32 attention goes through torch
 checked = sanitized if INTERPRETED else nullcontext
 
@@ -24,7 +25,8 @@ def prefills(c, **kw):
 # --- writing
 
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('T, K, D, bs', [(1, 1, 64, 16), (7, 3, 64, 16), (5, 1, 80, 8), (4, 5, 96, 32), (3, 8, 128, 128), (2, 4, 256, 16), (0, 2, 64, 16)])
+@pytest.mark.parametrize('T, K, D, bs', [(1, 1, 64, 16), (7, 3, 64, 16), (5, 1, 80, 8), (4, 5, 96, 32),
+                                         (3, 8, 128, 128), (2, 4, 256, 16), (0, 2, 64, 16)])
 def test_kv_write(T, K, D, bs, dtype):
     with checked(): assert kv_right(kv_write, *kv_case(T, K, D, bs, DTYPES[dtype], device=DEVICE))
 
@@ -63,13 +65,16 @@ def test_decode(G, K, D, bs, lens, kw, dtype, dot):
     decodes(make(lens, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw), num_splits=splits, dot=dot)
 
 @pytest.mark.parametrize('splits', [None, *range(1, 9)])
-def test_decode_splits(splits): decodes(make([150, 0, 33], G=3, device=DEVICE, dtype=DTYPES[TYPES[0]]), num_splits=splits)
+def test_decode_splits(splits):
+    decodes(make([150, 0, 33], G=3, device=DEVICE, dtype=DTYPES[TYPES[0]]), num_splits=splits)
 
 @pytest.mark.parametrize('window', [1, 2, 16, 63, 64, 65, 1000])
-def test_decode_windows(window): decodes(make([129, 64, 1], G=3, window=window, device=DEVICE, dtype=DTYPES[TYPES[0]]), num_splits=2)
+def test_decode_windows(window):
+    decodes(make([129, 64, 1], G=3, window=window, device=DEVICE, dtype=DTYPES[TYPES[0]]), num_splits=2)
 
 @pytest.mark.parametrize('scaling, softcap', [(1., None), (1., 3.), (.01, 50.), (2., .5)])
-def test_decode_scales(scaling, softcap): decodes(make([70, 3], G=2, scaling=scaling, softcap=softcap, device=DEVICE, dtype=DTYPES[TYPES[0]]))
+def test_decode_scales(scaling, softcap):
+    decodes(make([70, 3], G=2, scaling=scaling, softcap=softcap, device=DEVICE, dtype=DTYPES[TYPES[0]]))
 
 def test_decode_large_scores():
     "exp2 of raw scores would overflow; the maximum is taken off first"
@@ -120,12 +125,14 @@ PREFILL = [ # group, kv heads, head_dim, block_size, queries, keys, the rest
 ]
 
 @pytest.mark.parametrize('dtype', TYPES)
-@pytest.mark.parametrize('G, K, D, bs, queries, keys, kw', PREFILL, ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in PREFILL])
+@pytest.mark.parametrize('G, K, D, bs, queries, keys, kw', PREFILL,
+                         ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in PREFILL])
 def test_prefill(G, K, D, bs, queries, keys, kw, dtype):
     prefills(make(keys, queries, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw))
 
 @pytest.mark.parametrize('window', [1, 2, 31, 32, 33, 1000])
-def test_prefill_windows(window): prefills(make([70, 3], [40, 3], G=3, window=window, device=DEVICE, dtype=DTYPES[TYPES[0]]))
+def test_prefill_windows(window):
+    prefills(make([70, 3], [40, 3], G=3, window=window, device=DEVICE, dtype=DTYPES[TYPES[0]]))
 
 def test_prefill_many_short_requests():
     "More requests than tiles, empty ones among them, first and last: each tile must find its own"
@@ -169,8 +176,10 @@ def test_grid(G, D, bs):
 def test_reference_is_torchs_attention():
     "The reference is checked, too"
     c = make([33], [20], G=3, K=2, D=32)
-    rows = torch.cat([c.k_cache[None], c.v_cache[None]])[:, c.block_tables[0, :3].long()].flatten(1, 2)[:, :33].double()   # [2, L, K, D]
+    # [2, L, K, D]
+    rows = torch.cat([c.k_cache[None], c.v_cache[None]])[:, c.block_tables[0, :3].long()].flatten(1, 2)[:, :33].double()
     k, v = rows.repeat_interleave(3, 2).transpose(1, 2)
     mask = torch.arange(33) <= torch.arange(13, 33)[:, None]
-    want = torch.nn.functional.scaled_dot_product_attention(c.q.double().transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1)
+    want = torch.nn.functional.scaled_dot_product_attention(c.q.double().transpose(0, 1), k, v,
+                                                            attn_mask=mask).transpose(0, 1)
     torch.testing.assert_close(expected(c, **c.options), want)

@@ -54,23 +54,30 @@ def fails(f, *words):
 def test_right_kernel_passes(): assert copy()
 
 def test_load_beyond_the_end():
-    fails(lambda: copy(limit=1), '1 of 3 lanes out of bounds', '10 elements from the start of 10', 'load of `x` by program (2, 0, 0)',
+    fails(lambda: copy(limit=1), '1 of 3 lanes out of bounds', '10 elements from the start of 10',
+          'load of `x` by program (2, 0, 0)',
           '_copy, line', 'tl.load(x + i')
 
 def test_store_beyond_the_end(): fails(lambda: copy(out=9), 'out of bounds', 'store of `y`')
 
 def test_before_the_start():
     with sanitized(): _from_behind[(1,)](torch.arange(8.)[7:], torch.zeros(1), 1)
-    fails(lambda: _launch(_from_behind, torch.arange(8.)[4:], torch.zeros(4), 4), '-1 elements from the start')   # the storage is there, the view is not
+    # the storage is there, the view is not
+    fails(lambda: _launch(_from_behind, torch.arange(8.)[4:], torch.zeros(4), 4), '-1 elements from the start')
 
 def _launch(kernel, *args, grid=(1,)):
     with sanitized(): kernel[grid](*args)
 
-def test_overlapping_stores(): fails(lambda: copy(step=3), 'race, another program wrote there', 'store of `y` by program (1, 0, 0)')
+def test_overlapping_stores():
+    fails(lambda: copy(step=3), 'race, another program wrote there', 'store of `y` by program (1, 0, 0)')
 
-def test_reads_what_another_writes(): fails(lambda: _launch(_shift, torch.arange(8.), 8, 4, grid=(2,)), 'race, another program read there', 'program (1, 0, 0)')
+def test_reads_what_another_writes():
+    fails(lambda: _launch(_shift, torch.arange(8.), 8, 4, grid=(2,)), 'race, another program read there',
+          'program (1, 0, 0)')
 
-def test_lost_update(): fails(lambda: _launch(_total, torch.ones(3), torch.zeros(1), grid=(3,)), 'race, another program wrote there', 'load of `y`')
+def test_lost_update():
+    fails(lambda: _launch(_total, torch.ones(3), torch.zeros(1), grid=(3,)), 'race, another program wrote there',
+          'load of `y`')
 
 def test_one_program_may_update(): _launch(_total, torch.ones(1), torch.zeros(1))
 
@@ -85,7 +92,8 @@ def test_gaps_of_a_view():
     _launch(_rows, qkv[:, 2:6], out, 3, 10, 4, 4)
     assert torch.equal(out, qkv[:, 2:6])
     fails(lambda: _launch(_rows, qkv[:, 2:6], out, 3, 9, 4, 4), '1 of 4 lanes out of bounds')
-    fails(lambda: _launch(_rows, qkv[:, 2:6], torch.zeros(4, 4), 4, 10, 4, 4), '4 of 4 lanes out of bounds')   # the next row is not there
+    # the next row is not there
+    fails(lambda: _launch(_rows, qkv[:, 2:6], torch.zeros(4, 4), 4, 10, 4, 4), '4 of 4 lanes out of bounds')
 
 def test_another_argument_is_out_of_bounds():
     "The allocator may put two tensors side by side; reading one from the other's pointer is wrong all the same"
