@@ -1,8 +1,10 @@
-"""Check the Triton kernels on a GPU, then time them: python bench/gpu.py  Writes bench/records/gpu.json; under eight minutes.
+"""Check the Triton kernels on a GPU, then time them: python bench/gpu.py
 
-First what is right: every kernel against float64, the rewritten instruction for Turing on whatever card this is, recorded against launched steps. Then what is fast: attention in
-GB/s beside a plain copy on the same card, and the engine on dummy weights of two sizes beside transformers' `generate_batch`.
---dry-run does all of it in small on a CPU, interpreted, so that the script itself is known to work; it times nothing that means anything and writes no record."""
+Writes bench/records/gpu.json; under eight minutes. First what is right: every kernel against float64, the rewritten
+instruction for Turing on whatever card this is, recorded against launched steps. Then what is fast: attention in GB/s
+beside a plain copy on the same card, and the engine on dummy weights of two sizes beside transformers'
+`generate_batch`. --dry-run does all of it in small on a CPU, interpreted, so that the script itself is known to work;
+it times nothing that means anything and writes no record."""
 import argparse, json, os, subprocess, sys, time
 from pathlib import Path
 
@@ -26,7 +28,8 @@ START = time.monotonic()
 def say(*what): print(f'{time.monotonic() - START:6.1f} s ', *what, flush=True)
 
 class Case:
-    "Requests over shuffled blocks; the null block and all slots past a request's end hold NaN, table entries past it point far away"
+    """Requests over shuffled blocks.
+    The null block and all slots past a request's end hold NaN, table entries past it point far away."""
     def __init__(self, query_lens, seq_lens, dtype, H, K, D, block_size=16, seed=0):
         g = torch.Generator(DEV).manual_seed(seed)
         rnd = lambda *s: torch.randn(*s, generator=g, device=DEV)
@@ -87,7 +90,7 @@ def check_kernels(arch=None):
     return dict(worst=worst, failures=bad, tolerance={str(d)[6:]: t for d, t in TOLERANCE.items()})
 
 def check_turing():
-    "The kernels as a T4 would get them with tensor cores, run on this card: lowered for capability 7.5, then assembled for this one"
+    "The kernels as a T4 would get them with tensor cores: lowered for capability 7.5, then assembled for this card"
     if DRY: return dict(skipped='nothing is compiled here')
     child = subprocess.run([sys.executable, __file__, '--turing-child'], capture_output=True, text=True, timeout=150)
     return json.loads(child.stdout.splitlines()[-1]) if child.returncode == 0 else dict(failed=child.stderr[-800:])
@@ -215,7 +218,7 @@ def time_engine(size, peer):
     return out
 
 def check_memory():
-    "What is left on the card after an engine was made, closed or deleted, ten times over: a notebook runs its cells again"
+    "What is left on the card after an engine was made, closed or deleted, ten times over, as a notebook's cells do it"
     if DRY: return dict(skipped='no card')
     left = []
     for i in range(10):

@@ -1,6 +1,7 @@
-"""The ways to run a step on a CPU, side by side in one run: python bench/paths.py [--threads 2]  Writes bench/records/paths.json.
+"""The ways to run a step on a CPU, side by side in one run: python bench/paths.py [--threads 2]
 
-Decode steps of 16 and 64 requests at context 512, one request alone beside transformers' `generate`, and how far answers in 16 bits agree with those in 32. Each figure is the best of some steps
+Writes bench/records/paths.json. Decode steps of 16 and 64 requests at context 512, one request alone beside
+transformers' `generate`, and how far answers in 16 bits agree with those in 32. Each figure is the best of some steps
 taken in turns, a busy moment hurts none alone if --rounds is raised."""
 import argparse, json, random, time
 from pathlib import Path
@@ -48,7 +49,7 @@ def alone(lm, a):
     return dict(tokens=n, cbatch_s=round(ours, 3), transformers_s=round(theirs, 3), ratio=round(ours / theirs, 3))
 
 def agreement(exact, half, a):
-    "Answers of 32 real prompts: share of tokens before the first that differs from the answer in float32 of transformers' modules"
+    "Of answers to 32 real prompts: share of tokens before the first that differs from transformers' modules in float32"
     asks = [f'{what} {thing} is' for what in ('The best thing about', 'My opinion of', 'What nobody knows about',
                                               'A short history of')
             for thing in ('rain', 'bread', 'the sea', 'chess', 'Rome', 'sleep', 'iron', 'music')]

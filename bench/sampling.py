@@ -1,7 +1,8 @@
-"""What a step of sampling costs for 64 requests with mixed options: python bench/sampling.py [--threads 2]  Writes bench/records/sampling.json.
+"""What a step of sampling costs for 64 requests with mixed options: python bench/sampling.py [--threads 2]
 
-Both ways to sample, in C++ (native, built here if there is a compiler) and in torch, beside torch's own softmax, argmax and sort of the same logits.
-Each figure is the best of many repeats, in turns, so that a busy moment of the machine hurts none alone; the load average stands beside them."""
+Writes bench/records/sampling.json. Both ways to sample, in C++ (native, built here if there is a compiler) and in
+torch, beside torch's own softmax, argmax and sort of the same logits. Each figure is the best of many repeats, in
+turns, so that a busy moment of the machine hurts none alone; the load average stands beside them."""
 import argparse, json, os, platform, random, sys, time
 from pathlib import Path
 import torch, transformers
@@ -71,7 +72,8 @@ def main():
     out.write_text(json.dumps(rec, indent=1) + '\n')
     for k, v in ms.items(): print(f'{k:44} {v:8.3f} ms a step')
     for w in ways:
-        print(f"{w}: mixed costs {rec['mixed_over_greedy_ms'][w]} ms over greedy, and {rec['mixed_over_softmax'][w]} times torch's softmax")
+        print(f"{w}: mixed costs {rec['mixed_over_greedy_ms'][w]} ms over greedy, "
+              f"and {rec['mixed_over_softmax'][w]} times torch's softmax")
     print(f'-> {out}')
 
 if __name__ == '__main__': main()

@@ -1,8 +1,9 @@
 """What the HTTP server costs and what its clients see, on a real model: python bench/serve.py [users|w64 ...] [--quick]
 
-Writes bench/records/serve.json. users: 200 streams at once and a KV pool for 20, each answer compared with `generate`'s; TTFT from sending to the first
-text, ITL the gaps between chunks, both as a client in another process sees them. w64: CPU seconds of the server's event loop and of the client beside those
-of the engine. --quick is small and writes nothing."""
+Writes bench/records/serve.json. users: 200 streams at once and a KV pool for 20, each answer compared with
+`generate`'s; TTFT from sending to the first text, ITL the gaps between chunks, both as a client in another process sees
+them. w64: CPU seconds of the server's event loop and of the client beside those of the engine. --quick is small and
+writes nothing."""
 import asyncio, json, math, random, subprocess, sys, time
 from pathlib import Path
 
@@ -15,7 +16,8 @@ async def ask(port, body):
     data, r = json.dumps(body).encode(), dict(text='', times=[], usage=None, error=None)
     reader, writer = await asyncio.open_connection('127.0.0.1', port)
     start = time.perf_counter()
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % len(data) + data)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+                 b'Content-Length: %d\r\n\r\n' % len(data) + data)
     async for line in reader:
         if not line.startswith(b'data: '): continue
         if line == b'data: [DONE]\n': break
@@ -96,7 +98,8 @@ def lengths(rng, n, mean, sigma, lo, hi):
     return [min(hi, max(lo, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(n)]
 
 def w64(lm, quick=False, n=64):
-    "64 requests at once: prompts lognormal of mean 128 (sigma 0.8, 8-512), outputs of mean 96 (sigma 0.8, 4-384), random ids, greedy, 32 slots"
+    """64 requests at once, greedy, in 32 slots.
+    Random ids; lengths lognormal, sigma 0.8: prompts of mean 128, 8 to 512; outputs of mean 96, 4 to 384."""
     from cbatch import LLM, SamplingParams
     rng = random.Random(SEED)
     ins, outs = lengths(rng, n, 128, .8, 8, 512), lengths(rng, n, 96, .8, 4, 384)

@@ -1,4 +1,4 @@
-"Faults to plant into preemption, prefix cache and forks; each is a function that plants it with `put(owner, name, new)`"
+"Faults to plant into preemption, prefix cache and forks; each is a function that does it with `put(owner, name, new)`"
 import cbatch.prefix_caching
 from cbatch.core import Why
 from cbatch.kv_blocks import BlockManager, Found

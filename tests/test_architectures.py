@@ -1,6 +1,7 @@
 """Every architecture that can be served, against transformers' own attention; every one that can't, by name.
 
-`python tests/test_architectures.py` runs all that transformers has and writes bench/records/architectures.json, from which the table in nbs/02_model.ipynb is drawn."""
+`python tests/test_architectures.py` runs all that transformers has and writes bench/records/architectures.json, from
+which the table in nbs/02_model.ipynb is drawn."""
 import functools, json, logging, os, random, subprocess, sys
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,7 +17,8 @@ from cbatch.token_loop import compare_tokens, generate_ref
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT/'bench'/'records'/'architectures.json'
-NAMED = 'llama qwen2 qwen3 mistral gemma2 gemma3 phi phi3 olmo2 smollm3 granite cohere starcoder2 gpt2 gpt_neox opt mixtral qwen3_moe'.split()
+NAMED = ('llama qwen2 qwen3 mistral gemma2 gemma3 phi phi3 olmo2 smollm3 granite cohere starcoder2 gpt2 gpt_neox opt '
+         'mixtral qwen3_moe').split()
 WINDOWED = dict(mistral={}, mixtral={}, phi3={}, starcoder2={}, gemma2={}, gemma3={},
                 qwen2=dict(use_sliding_window=True, max_window_layers=1),
                 qwen3=dict(use_sliding_window=True, max_window_layers=1))
@@ -53,7 +55,8 @@ def served(arch):
     except (CannotServe, ValueError) as e: pytest.skip(f'transformers {transformers.__version__}: {e}')
 
 def run_schedule(arch, over, seed):
-    "Answers that are (equal, tied), and preemptions; memory is short, chunks are small, blocks are odd, and what was never written is NaN"
+    """Answers that are (equal, tied), and preemptions.
+    Memory is short, chunks are small, blocks are odd, and what was never written is NaN."""
     rng = random.Random(f'{arch} {seed}')
     asks = [(rng.randrange(len(prompts())), rng.randint(1, LONGEST)) for _ in range(rng.randint(4, 7))]
     bs, longest = rng.choice([1, 3, 4, 8, 16]), max(len(prompts()[p]) + n for p, n in asks)
@@ -79,7 +82,7 @@ def run_schedule(arch, over, seed):
     return equal, tied, llm.metrics['num_preemptions']
 
 def variants(arch):
-    "Overrides under which an architecture is run: as it is, with windows shorter and longer than most prompts, with a tied head"
+    "Overrides to run an architecture under: as it is, windows shorter and longer than most prompts, a tied head"
     windows = [tuple((dict(sliding_window=w) | WINDOWED[arch]).items()) for w in (5, 33)] if arch in WINDOWED else []
     return [(), *windows, (('tie_word_embeddings', True),)]
 
@@ -259,7 +262,8 @@ def test_dummy_from_a_folder(tmp_path, with_tokenizer):
     with pytest.raises(Exception): load_model(tmp_path)
     with LLM(str(tmp_path), load_format='dummy') as llm:
         assert (llm.tokenizer is not None) == with_tokenizer and llm.model.layers == lm.layers
-        assert (tmp_path/'config.json').exists() and llm.model_path != str(tmp_path) and load_model(llm.model_path).layers == lm.layers
+        assert ((tmp_path/'config.json').exists() and llm.model_path != str(tmp_path)
+                and load_model(llm.model_path).layers == lm.layers)
 
 def test_dummy_from_a_hub_id(tmp_path):
     "The hub's cache holds the configuration alone"
@@ -267,7 +271,8 @@ def test_dummy_from_a_hub_id(tmp_path):
     snap.mkdir(parents=True); (snap.parent.parent/'refs').mkdir()
     (snap.parent.parent/'refs'/'main').write_text('0' * 40)
     tiny_lm('llama').hf_model.config.save_pretrained(snap)
-    code = "from cbatch.loading import *; lm = load_model('some/model', load_format='dummy'); print(lm.name, len(lm.layers), lm.tokenizer)"
+    code = ("from cbatch.loading import *; lm = load_model('some/model', load_format='dummy'); "
+            "print(lm.name, len(lm.layers), lm.tokenizer)")
     r = subprocess.run([sys.executable, '-c', code], env=os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='1'),
                        capture_output=True, text=True)
     assert r.stdout.strip() == 'some/model, random weights 3 None', r.stderr

@@ -30,12 +30,15 @@ def test_the_fields_table():
     assert (d['request_goodput'], d['slo_attainment'], d['slo_attainment_by']) == (.5, 1/3, dict(ttft=2/3, tpot=1/3))
     assert (d['mean_ttft_ms'], d['std_ttft_ms'], d['mean_tpot_ms'], d['median_itl_ms'], d['max_e2el_ms'],
             d['max_concurrent_requests'], d['max_output_tokens_per_s']) == (500., 0., 250., 250., 1000., 2, 2.)
-    keys = 'date backend num_prompts completed failed total_input_tokens total_output_tokens request_throughput request_goodput output_throughput total_token_throughput input_lens output_lens ttfts itls errors'
+    keys = ('date backend num_prompts completed failed total_input_tokens total_output_tokens request_throughput '
+            'request_goodput output_throughput total_token_throughput input_lens output_lens ttfts itls errors')
     assert {*keys.split(), *(f'{s}_{k}_ms' for s in ('mean', 'median', 'std', 'p99')
                              for k in ('ttft', 'tpot', 'itl', 'e2el'))} <= set(d) and json.dumps(d)
     lines = field_table(d).splitlines()
     assert lines[0] == '============ Serving Benchmark Result ============' and lines[-1] == '=' * 50
-    assert lines[1] == f"{'Successful requests:':<40} {2:<10}" and f"{'Request rate configured (RPS):':<40} {'3.00':<10}" in lines and f"{'Mean TTFT (ms):':<40} {'500.00':<10}" in lines
+    assert (lines[1] == f"{'Successful requests:':<40} {2:<10}"
+            and f"{'Request rate configured (RPS):':<40} {'3.00':<10}" in lines
+            and f"{'Mean TTFT (ms):':<40} {'500.00':<10}" in lines)
     assert [l for l in lines if l.startswith('--')][:4] == ['---------------Time to First Token----------------',
                                                             '-----Time per Output Token (excl. 1st token)------',
                                                             '---------------Inter-token Latency----------------',
@@ -95,8 +98,8 @@ def test_run_engine_counts_its_own_run_alone(tiny):
     d = run_engine(tiny, CROWD, 'static', repeats=2, limit_s=1e9, max_num_seqs=3, num_blocks=200, prefix_caching=True)
     assert (d['total_output_tokens'], d['failed'], len(d['durations']), len(d['recs'])) == (CROWD.num_output_tokens, 0,
         2, d['num_steps'])
-    assert sum(s for r in d['recs']
-               for *_, s in r.scheduled) == CROWD.num_output_tokens and d['slot_utilisation'] == pytest.approx(CROWD.num_output_tokens / 3 / d['num_steps'])
+    assert (sum(s for r in d['recs'] for *_, s in r.scheduled) == CROWD.num_output_tokens
+            and d['slot_utilisation'] == pytest.approx(CROWD.num_output_tokens / 3 / d['num_steps']))
     # nothing was found from the run before
     assert sum(n for r in d['recs']
                for _, n, _, _ in r.scheduled) == CROWD.num_prompt_tokens + CROWD.num_output_tokens - len(CROWD)
@@ -125,8 +128,8 @@ def test_step_work_by_hand(tiny):
 
 def test_facts_and_rates(tiny):
     f, hf = model_facts(tiny), tiny.hf_model
-    assert f['weight_bytes'] == sum(p.numel() * 4
-                                    for p in hf.parameters()) and f['head'] == hf.lm_head.weight.numel() and f['kv_bytes'] == tiny.kv_bytes_per_token
+    assert (f['weight_bytes'] == sum(p.numel() * 4 for p in hf.parameters())
+            and f['head'] == hf.lm_head.weight.numel() and f['kv_bytes'] == tiny.kv_bytes_per_token)
     linears = sum(m.weight.numel() for m in hf.modules() if type(m).__name__ == 'Linear' and m is not hf.lm_head)
     assert f['body'] == linears
     assert all(x > 0 for x in rates(tiny.dtype, quick=True).values()) and {'cpu', 'cores', 'versions',
@@ -151,7 +154,8 @@ def test_transformers_peers_compute_what_is_asked(tiny):
     run_generate_batch(tiny, work[:3], prompts[:3], 2)
 
 def fake_llama(vocab=50):
-    "A stand-in for llama_cpp: a model whose next token is the sum of what its sequence holds; it insists on positions without a gap"
+    """A stand-in for llama_cpp.
+    A model whose next token is the sum of what its sequence holds; it insists on positions without a gap."""
     held, done, arr = {}, [], lambda n: [0] * n
     batch = SimpleNamespace(token=arr(2048), pos=arr(2048), n_seq_id=arr(2048), logits=arr(2048),
                             seq_id=[[0] for _ in range(2048)], n_tokens=0)
@@ -209,7 +213,8 @@ class Toy:
         body = json.loads(await reader.readexactly(int(n[1]))) if n else None
         self.seen.append((head, body)); self.now += 1; self.most = max(self.most, self.now)
         status, events = self.reply(body)
-        writer.write(f"HTTP/1.1 {status} x\r\nContent-Type: text/event-stream\r\n{'Transfer-Encoding: chunked' if self.chunked else 'Connection: close'}\r\n\r\n".encode())
+        writer.write(f"HTTP/1.1 {status} x\r\nContent-Type: text/event-stream\r\n"
+                     f"{'Transfer-Encoding: chunked' if self.chunked else 'Connection: close'}\r\n\r\n".encode())
         for e in events:
             data = e if isinstance(e, bytes) else f'data: {json.dumps(e)}\n\n'.encode()
             for part in (data[:7], data[7:]) if self.chunked else (data,):        # an event may come in two pieces
@@ -278,7 +283,8 @@ def test_throughput_in_a_child(tmp_path, capsys, monkeypatch):
                        quick=True)
     assert run_contest(['vllm'], spec, str(tmp_path/'r.json'), True) == 0
     r = json.loads((tmp_path/'r.json').read_text()); d = r['runs']['vllm']
-    assert 0 < d['memory_mb'] and d['cpu_s'] > 0 and d['imports_mb'] > 50 and d['total_output_tokens'] == smaller(w64()).num_output_tokens and 0 < d['roofline']['share'] < 1
+    assert (0 < d['memory_mb'] and d['cpu_s'] > 0 and d['imports_mb'] > 50
+            and d['total_output_tokens'] == smaller(w64()).num_output_tokens and 0 < d['roofline']['share'] < 1)
     assert {'command', 'machine', 'rates', 'said', 'seed'} <= set(r) and 'roofline' in capsys.readouterr().out
     monkeypatch.setattr(sys, 'executable', 'false')
     with pytest.raises(RuntimeError, match='vllm: ended with 1'): run_alone('vllm', spec)

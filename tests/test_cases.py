@@ -19,7 +19,8 @@ def ends_well(llm, tiny):
 
 @pytest.fixture
 def scripted(engine, tiny, monkeypatch):
-    "An engine whose model says what it is told to, one byte a token (or one token of a list), then end-of-sequence for ever"
+    """An engine whose model says what it is told to, then end-of-sequence for ever.
+    One byte a token, or one token of a list."""
     def make(script, **config):
         llm = engine(num_blocks=200, **config)
         says = {tuple(llm.encode(p)): list(s.encode()) if isinstance(s, str) else s for p, s in script.items()}
@@ -43,7 +44,7 @@ def told(llm, prompt, params):
 
 # 1
 def test_a_prompt_larger_than_the_pool(engine, tiny):
-    "1,002 tokens fit the model's 1,024 positions, but not 49 blocks of 16: refused at once, whoever comes next is served"
+    "1,002 tokens fit the model's 1,024 positions, but not 49 blocks of 16: refused at once, the next one is served"
     llm = engine(block_size=16, num_blocks=49, max_num_batched_tokens=512)
     with pytest.raises(CapacityError): llm.add([3] * 1002, sp(max_tokens=2))
     # asked for more than there is
@@ -165,7 +166,8 @@ def test_the_last_id_of_the_vocabulary_can_be_biased(engine, tiny):
 
 # 15
 def test_what_stop_may_be(scripted, tiny):
-    "Absent, None and an empty list are alike, and none of them silences the end-of-sequence id; a string is a list of one; an empty string is refused"
+    """Absent, None and an empty list are alike; a string is a list of one; an empty string is refused.
+    None of them silences the end-of-sequence id."""
     llm = scripted({'p': 'one X two'})
     params = dict(temperature=0, max_tokens=30)
     answers = [told(llm, 'p', SamplingParams(**params, **kw))[1]
@@ -181,7 +183,7 @@ def test_what_stop_may_be(scripted, tiny):
 SAYING = ' the cat sat on the mat; the  한 cat, naïvely, sat\n on  the other mat 👋 .'
 
 def trained(kind):
-    "A tokenizer that learned its pieces from one sentence: bytes below, as GPT-2's, or words that begin with a mark, as Llama's"
+    "A tokenizer that learned from one sentence: bytes below, as GPT-2's, or words that begin with a mark, as Llama's"
     tok = Tokenizer(models.BPE(unk_token=None if kind == 'bytes' else '<unk>'))
     tok.pre_tokenizer, tok.decoder = (pre_tokenizers.ByteLevel(add_prefix_space=False),
                                       decoders.ByteLevel()) if kind == 'bytes' else (pre_tokenizers.Metaspace(),
@@ -220,7 +222,8 @@ def test_log_probabilities_with_and_without_others(engine, tiny):
         for scores, tokens in (c.logprobs, ids), (o.prompt_logprobs[1:], NEXT[1:]):
             assert [next(iter(d)) for d in scores] == tokens and all(len(d) == k + (d[t].rank > k) if k
                 else len(d) == 1 for d, t in zip(scores, tokens))
-    for kw in dict(logprobs=-1), dict(logprobs=21), dict(logprobs=True), dict(logprobs=1.5), dict(prompt_logprobs=-1), dict(prompt_logprobs='all'):
+    for kw in (dict(logprobs=-1), dict(logprobs=21), dict(logprobs=True), dict(logprobs=1.5), dict(prompt_logprobs=-1),
+               dict(prompt_logprobs='all')):
         with pytest.raises(ValueError, match=next(iter(kw))): SamplingParams(**kw)
     ends_well(llm, tiny)
 

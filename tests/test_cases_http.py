@@ -1,4 +1,5 @@
-"Situations that engines have stumbled over, as clients of the server see them; each is followed by silence and by a request that is served as ever"
+"""Situations that engines have stumbled over, as clients of the server see them.
+Each is followed by silence and by a request that is served as ever."""
 import threading
 import pytest
 from cbatch.model import tiny_lm
@@ -132,17 +133,19 @@ def test_case_17_logprobs_forms(w):
 
 def test_case_18_stream_options(w):
     bills = lambda **kw: [f for f in w.chat(stream=True, **kw).frames if f['choices'] == []]
-    assert bills() == bills(stream_options=None) == bills(stream_options={}) == bills(stream_options=dict(include_usage=False)) == []
+    assert (bills() == bills(stream_options=None) == bills(stream_options={})
+            == bills(stream_options=dict(include_usage=False)) == [])
     bill, = bills(stream_options=dict(include_usage=True))
-    assert bill['usage'] == w.chat().json['usage'] and w.chat(stream=True,
-                                                              stream_options=dict(include_usage=True)).frames[-1]['choices'] == []
+    assert (bill['usage'] == w.chat().json['usage']
+            and w.chat(stream=True, stream_options=dict(include_usage=True)).frames[-1]['choices'] == [])
     assert all(f['usage'] is None for f in w.chat(stream=True, stream_options=dict(include_usage=True)).frames[:-1])
     for kw in (dict(stream_options=dict(include_usage=True)), dict(stream=False, stream_options={})):
         assert w.chat(**kw).error['param'] == 'stream_options'
     assert w.chat(stream=True, stream_options=dict(include_usage='yes')).error['param'] == 'stream_options'
 
 def test_case_19_the_last_token(w, says):
-    "max_tokens = 1 ends by length; an end-of-sequence id as the last token allowed ends by stop; one finish reason each (`both` counts)"
+    """max_tokens = 1 ends by length; an end-of-sequence id as the last token allowed ends by stop.
+    One finish reason each (`both` counts)."""
     says({'p': 'abc'})
     assert both(w, 'p', max_tokens=1)[1]['finish_reason'] == 'length'
     for n, why in ((3, 'length'), (4, 'stop'), (9, 'stop')):

@@ -41,7 +41,8 @@ def demo(folder, tmp_path, monkeypatch):
 
 def fresh(*args):
     "The command in a process of its own, and what it loaded"
-    code = f'import sys, cbatch.cli; c = cbatch.cli.main({list(args)!r}); print(*sys.modules, file=open(1, "w", closefd=False)); sys.exit(c)'
+    code = (f'import sys, cbatch.cli; c = cbatch.cli.main({list(args)!r}); '
+            'print(*sys.modules, file=open(1, "w", closefd=False)); sys.exit(c)')
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd='/')
     return r.returncode, r.stdout, r.stderr
 

@@ -1,4 +1,5 @@
-"Attention in C++ and the lean model: every path gives the oracle's tokens, and a build that watches its bounds finds nothing"
+"""Attention in C++ and the lean model.
+Every path gives the oracle's tokens, and a build that watches its bounds finds nothing."""
 import math, os, platform, random, shutil, subprocess, sys
 import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,14 +69,16 @@ def step(lm, prompts, backend='auto', products='auto'):
     return {int(w.request.request_id): x for w, x in zip(wanted(plan), out)}
 
 def shaken(lm):
-    "The same model, with norms and biases that are not all alike: those of a new model are ones and zeros, and nobody would see them ignored"
+    """The same model, with norms and biases that are not all alike.
+    Those of a new model are ones and zeros, and nobody would see them ignored."""
     g = torch.Generator().manual_seed(5)
     for p in lm.hf_model.parameters():
         if p.dim() == 1: p.data += .3 * torch.randn(p.shape, generator=g)
     return lm
 
 def logits_differ(arch, dtype, products='auto', **sizes):
-    "How far the logits of the lean model and of transformers' modules, both in `dtype`, are from those in float32 with the same weights, relative to the largest; the last prompt is one token"
+    """How far logits in `dtype` are from those in float32 with the same weights, relative to the largest.
+    Those of the lean model, and those of transformers' modules; the last prompt is one token."""
     cpu, prompts = torch.device('cpu'), [*PROMPTS, [7]]
     rounded = lambda to: shaken(tiny_lm(arch, **sizes)).to(dtype, cpu).to(to, cpu)
     ref = step(rounded(torch.float32), prompts, 'torch')
@@ -134,7 +137,8 @@ def test_every_path_is_token_equal(arch, path):
     for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
         with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how,
                  **PATHS[path]) as llm:
-            used = 'torch' if type(llm.runner.executor.backend) is TorchBackend else 'lean' if llm.runner.executor.lean else 'attention in C++'
+            used = ('torch' if type(llm.runner.executor.backend) is TorchBackend
+                    else 'lean' if llm.runner.executor.lean else 'attention in C++')
             assert used == (path if arch in lean.KINDS or path == 'torch' else 'attention in C++')
             for _ in range(2):
                 assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(14), use_tqdm=False)] == want
@@ -303,7 +307,9 @@ from cbatch.params import EngineConfig
 from cbatch.model import tiny_lm
 for _ in range(2):
     llm = LLM(tiny_lm('llama'), num_blocks=20)
-    print(type(llm.runner.executor.backend).__name__, llm.runner.executor.lean, llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids)
+    print(type(llm.runner.executor.backend).__name__, llm.runner.executor.lean, \
+llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), \
+use_tqdm=False)[0].outputs[0].token_ids)
 '''
     ran = subprocess.run([sys.executable, '-c', code], env={k: v for k, v in os.environ.items() if k != 'CXX'}
                          | dict(PATH=str(tmp_path), CBATCH_CACHE=str(tmp_path)), capture_output=True, text=True)
@@ -314,39 +320,51 @@ for _ in range(2):
 DRIVER = r'''
 #include <cstdio>
 #include <cstdlib>
-template <typename T> std::vector<T> filled(size_t n, float x) { std::vector<T> v(n); for (T& y : v) put(&y, x); return v; }
+template <typename T> std::vector<T> filled(size_t n, float x) {
+    std::vector<T> v(n); for (T& y : v) put(&y, x); return v;
+}
 template <typename T> void attention() {      // every buffer is as long as it must be, and not a byte longer
     for (int D : {16, 64, 80}) for (int G : {1, 3, 9}) for (int window : {0, 5}) {
         const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}; int N = 6;
         std::vector<int> tables = {2, 0, 0, 0, 5, 1, 3, 0, 4, 6, 7, 8}, starts = {0, 1, 5, 6}; tables.shrink_to_fit();
-        auto q = filled<T>(N * H * D, .5f), out = filled<T>(N * H * D, 0), k = filled<T>(9 * K * BS * D, NAN), v = k, x = filled<T>(65 * K * D, .25f);
+        auto q = filled<T>(N * H * D, .5f), out = filled<T>(N * H * D, 0), k = filled<T>(9 * K * BS * D, NAN), v = k,
+             x = filled<T>(65 * K * D, .25f);
         for (int r = 0; r < R; r++) {
             std::vector<int64_t> slots(lens[r]);
             for (int i = 0; i < lens[r]; i++) slots[i] = tables[r * 4 + i / BS] * BS + i % BS;
             slots.push_back(-1);                                             // for nobody
-            Write w{x.data(), x.data(), slots.data(), lens[r] + 1, K * D, D, K * D, D, 2, {k.data(), v.data(), K, D, BS}};
+            Write w{x.data(), x.data(), slots.data(), lens[r] + 1, K * D, D, K * D, D, 2,
+                    {k.data(), v.data(), K, D, BS}};
             write<T>(w);
         }
-        Step s{q.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, window, 2, .1f, 2.f, {k.data(), v.data(), K, D, BS}};
+        Step s{q.data(), out.data(), tables.data(), lens, starts.data(), H * D, D, H * D, D, R, 4, H, window, 2,
+               .1f, 2.f, {k.data(), v.data(), K, D, BS}};
         attend_alone<T>(s);
-        for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }     // all values alike: their mean is one of them
+        // all values alike: their mean is one of them
+        for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }
     }
 }
 template <typename T> void whole_step() {     // a model of one layer whose weights are all alike
     const int D = 16, H = 3, K = 1, hidden = 52, inner = 48, vocab = 101, N = 11, BS = 16, P = PER<T>;
     std::vector<std::vector<T>> kept; kept.reserve(9);
-    auto matrix = [&](int out, int in) { kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f)); return Matrix{(word*)kept.back().data(), nullptr, out, in}; };
+    auto matrix = [&](int out, int in) {
+        kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f));
+        return Matrix{(word*)kept.back().data(), nullptr, out, in};
+    };
     std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
     auto k = filled<T>(2 * K * BS * D, .01f), v = k;                          // one place is not written below
-    LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden), matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr,
+    LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden),
+                    matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr,
                     {k.data(), v.data(), K, D, BS}, 0, .25f, 1e-5f, 1e-5f};
     LeanWeights m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f};
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
     for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
-    LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(), starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
+    LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(),
+               starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
     run<T>(m, r);
-    for (T y : logits) if (!(std::fabs(one(y) - .52f) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }   // 52 equal numbers, normed to 1, times a hundredth
+    // 52 equal numbers, normed to 1, times a hundredth
+    for (T y : logits) if (!(std::fabs(one(y) - .52f) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }
 }
 int main() { attention<float>(); attention<bf16>(); whole_step<float>(); whole_step<bf16>(); std::puts("clean"); }'''
 

@@ -1,4 +1,5 @@
-"The engine under bad input, failing parts, interruption and abandonment: what is wrong is refused or ends alone, and nothing stays behind"
+"""The engine under bad input, failing parts, interruption and abandonment.
+What is wrong is refused or ends alone, and nothing stays behind."""
 import gc, operator, random, signal, sys, weakref
 from pathlib import Path
 import pytest, torch
@@ -207,7 +208,8 @@ def test_one_text_fails(engine, tiny, monkeypatch):
         return push(self, output_ids, last)
     monkeypatch.setattr(Detokenizer, 'push', fails)
     outs = drain(llm)
-    assert outs['x2'].outputs[0].finish_reason == 'error' and 'no text' in outs['x2'].error and outs['x2'].outputs[0].token_ids == solo(tiny, P[2])[:5]
+    assert (outs['x2'].outputs[0].finish_reason == 'error' and 'no text' in outs['x2'].error
+            and outs['x2'].outputs[0].token_ids == solo(tiny, P[2])[:5])
     for i in (0, 1, 3): assert outs[rids[i]].outputs[0].token_ids == solo(tiny, P[i]) and not outs[rids[i]].error
     works(llm, tiny)
 
@@ -267,7 +269,7 @@ def test_interrupted_while_asleep(engine, tiny, monkeypatch):
     quiet(llm)
 
 def press_ctrl_c(k, f):
-    "Run `f`; at the `k`-th line of cbatch that it executes, the user presses Ctrl-C. Returns the lines executed, and where it was"
+    "Run `f`; at the `k`-th line of cbatch in it the user presses Ctrl-C. Returns the lines executed, and where it was"
     n, where = 0, None
     def local(frame, event, arg):
         nonlocal n, where
@@ -283,7 +285,7 @@ def press_ctrl_c(k, f):
 
 @pytest.mark.parametrize('seed', range(4))
 def test_interrupted_anywhere(engine, tiny, seed):
-    "A real SIGINT at a random line of generate, in a pool that is too small for all: nothing is left, nothing is broken"
+    "A real SIGINT at a random line of generate, in a pool too small for all: nothing is left, nothing is broken"
     act = lambda llm: llm.generate(P, sp(max_tokens=5), use_tqdm=False)
     own = tiny_lm('llama')     # not the oracle's: a broken one must not break the oracle
     make = lambda: engine(own, max_num_seqs=3, num_blocks=8, max_num_batched_tokens=8, check=False)

@@ -1,4 +1,5 @@
-"What a server must survive, one test for each row of a list of faults; after each the engine is at rest and the next answer is right"
+"""What a server must survive, one test for each row of a list of faults.
+After each the engine is at rest and the next answer is right."""
 import asyncio, re, socket, struct, sys, threading, time
 import openai, pytest, torch
 from cbatch import LLM, SamplingParams
@@ -57,7 +58,8 @@ def test_fault_02_no_unicode(nothing_added, monkeypatch):
     refused(w.ask('POST', '/v1/completions', b'{"model": "tiny", "prompt": "\xff"}'))
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "a\ud800"}'), param='prompt')
     refused(w.ask('POST', '/v1/chat/completions',
-                  br'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "\udc00x"}]}]}'),
+                  br'{"model": "tiny", "messages": [{"role": "user", "content": '
+                  br'[{"type": "text", "text": "\udc00x"}]}]}'),
             param='messages')
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "x", "\ud800": 1}'))
     refused(w.ask('POST', '/v1/completions', br'{"model": "tiny", "prompt": "x", "user": "\ud800"}'), param='user')
@@ -66,7 +68,8 @@ def test_fault_03_huge_body(nothing_added):
     w = nothing_added
     refused(w.ask('POST', '/v1/completions', b'{"prompt": "' + b'x' * 10_000_000 + b'"}'), 413)
     s = socket.create_connection((w.host, w.port)); s.settimeout(20)
-    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n')
+    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+              b'Transfer-Encoding: chunked\r\n\r\n')
     sent, piece = 0, b'10000\r\n' + b'x' * 65536 + b'\r\n'
     with pytest.raises(OSError):            # for ever, if the server would read for ever
         for sent in range(2000): s.sendall(piece); time.sleep(.001 if sent > 100 else 0)
@@ -178,7 +181,8 @@ def test_fault_12_logprobs(w):
     w.llm.execute = impossible
     try:
         tops = w.complete(echo=True, logprobs=3).json['choices'][0]['logprobs']
-        assert tops['token_logprobs'][0] is None and len(tops['tokens']) == 9 == len(tops['text_offset']) and '\x03' not in tops['top_logprobs'][-1]
+        assert (tops['token_logprobs'][0] is None and len(tops['tokens']) == 9 == len(tops['text_offset'])
+                and '\x03' not in tops['top_logprobs'][-1])
         got = w.chat(logprobs=True, top_logprobs=20).json['choices'][0]['logprobs']['content']
         assert all(len(t['top_logprobs']) == 20 for t in got)
         out = w.complete(logprobs=20, prompt_logprobs=2).json['choices'][0]
@@ -274,7 +278,8 @@ def test_fault_19_queue_full(fresh):
         w.wait(lambda: w.server.engine.worker.num_queued() == 2)
         for r in (w.complete(), w.complete(stream=True)):
             e = refused(r, 429)
-            assert e['type'] == 'rate_limit_error' and e['code'] == 'queue_full_requests' and 1 <= int(r.headers['retry-after']) <= 120
+            assert (e['type'] == 'rate_limit_error' and e['code'] == 'queue_full_requests'
+                    and 1 <= int(r.headers['retry-after']) <= 120)
         with pytest.raises(openai.RateLimitError): w.client().completions.create(model='tiny', prompt='x')
         hold.set()
         for s in busy: assert b'200 OK' in s.recv(65536); s.close()
@@ -374,7 +379,8 @@ def test_fault_24_nan_in_one_row(w, stream):
     t.join(); w.llm.execute = run
     assert mate[0].json['choices'][0]['text'] == ref(w.llm.model, NEXT, 20).text
     if stream:
-        assert r.status == 200 and r.frames[-1]['error']['code'] == 'nan_logits' and not any(f['choices'][0]['finish_reason'] for f in r.frames[:-1])
+        assert (r.status == 200 and r.frames[-1]['error']['code'] == 'nan_logits'
+                and not any(f['choices'][0]['finish_reason'] for f in r.frames[:-1]))
     else:
         assert refused(r, 500, code='nan_logits')['type'] == 'server_error' and r.headers['x-should-retry'] == 'false'
 
@@ -411,8 +417,8 @@ def test_fault_26_an_exception_in_a_step(w, exc):
     assert not times and len(got) == 2
     whole, stream = got[False], got[True]
     if isinstance(exc, torch.OutOfMemoryError):               # tried again with half of it, and nobody noticed
-        assert whole.json['choices'][0]['text'] == ref(w.llm.model, NEXT,
-                                                       20).text and stream.frames[-1]['choices'][0]['finish_reason'] == 'length'
+        assert (whole.json['choices'][0]['text'] == ref(w.llm.model, NEXT, 20).text
+                and stream.frames[-1]['choices'][0]['finish_reason'] == 'length')
     else:
         refused(whole, 500, code='engine_error')
         assert stream.frames[-1]['error']['code'] == 'engine_error'
@@ -456,7 +462,8 @@ def test_fault_28_drain(fresh):
         w.wait(lambda: w.server.engine.state == 'draining')
         time.sleep(.4)                                      # the socket still answers
         r = w.complete()
-        assert r.status == 503 and r.error['code'] == 'draining' and int(r.headers['retry-after']) <= 120 and w.ask('GET', '/health').status == 503
+        assert (r.status == 503 and r.error['code'] == 'draining' and int(r.headers['retry-after']) <= 120
+                and w.ask('GET', '/health').status == 503)
         for t in ts: t.join(10)
         assert got['short'].json['choices'][0]['text'] == ref(w.llm.model, NEXT, 4).text
         assert got['waiting'].status in (200, 503)
@@ -526,7 +533,7 @@ def test_fault_33_ids_beyond_the_model_and_no_end(caplog):
         w.rests()
 
 def test_fault_34_notebooks(tiny):
-    "Of the engine: a server in a cell that is run again, a loop that already runs, an engine that nobody holds any more"
+    "Of the engine: a server in a cell that is run again, a loop that already runs, an engine that nobody holds"
     llm, before = LLM(tiny, **ENGINE), set(threading.enumerate())
     for _ in range(2):
         with background(llm, 'tiny') as server: assert Web(server, llm).complete().status == 200

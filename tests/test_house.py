@@ -15,7 +15,8 @@ SCRIPTS = [p for pat in FOLDERS for p in sorted(ROOT.glob(pat))]
 ORDER = '''
 params core model loading native cpp sampling drawing sampler text token_loop static_batching
 kv_blocks paged_attention
-kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean kernels.triton_backend backends
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean
+kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies
 state trace metrics views player reports door interrupts engine llm workloads
 handover worker async_engine wire protocol answers openapi prometheus gate front server

@@ -1,4 +1,5 @@
-"Memory under fire: preemption in both modes, prefix cache, forks, deadlines, failed steps; no block lost, no token changed"
+"""Memory under fire: no block lost, no token changed.
+Preemption in both modes, prefix cache, forks, deadlines, failed steps."""
 import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -88,7 +89,8 @@ def test_two_long_prompts_do_not_starve_each_other(tiny, mode):
         assert [o.outputs[0].token_ids for o in outs] == [generate_ref(tiny, p, P).token_ids for p in prompts]
 
 def test_all_cross_a_block_boundary_at_once(tiny):
-    "Eight requests of mixed priority need a block in the same step, and none is free: each stands at most once in a batch, nobody is lost"
+    """Eight requests of mixed priority need a block in the same step, and none is free.
+    Each stands at most once in a batch, nobody is lost."""
     for victim in VICTIMS:
         with LLM(tiny, block_size=4, num_blocks=16, max_num_seqs=8, victim=victim, watermark=0., prefix_caching=False,
                  check=True) as llm:
@@ -223,7 +225,8 @@ def test_an_exception_in_sampling_ends_one_request(tiny, monkeypatch):
             for i, p in zip(ids, prompts):
                 ref, got = generate_ref(tiny, p, P).token_ids, done[i].outputs[0]
                 if i == ids[bad]:
-                    assert got.finish_reason == 'error' and 'cannot sample' in done[i].error and got.token_ids == ref[:3]
+                    assert (got.finish_reason == 'error' and 'cannot sample' in done[i].error
+                            and got.token_ids == ref[:3])
                 else: assert got.finish_reason == 'length' and got.token_ids == ref
             assert llm.num_free_blocks == llm.num_blocks
 

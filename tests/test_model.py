@@ -1,4 +1,5 @@
-"What nbs/02_model.ipynb and nbs/03_loading.ipynb can't hold: absent packages, races, other processes, the hub's cache, damaged files"
+"""What nbs/02_model.ipynb and nbs/03_loading.ipynb can't hold.
+Absent packages, races, other processes, the hub's cache, damaged files."""
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +11,8 @@ from cbatch.loading import ModelNotFound, cache_dir, load_model, smollm2_gguf
 from cbatch.model import CannotServe, byte_tokenizer, refuse, tiny_lm, with_attention
 
 def served(llm):
-    "Skip what the earliest transformers does not let us serve: it keeps keywords to itself, and makes masks where none is wanted"
+    """Skip what the earliest transformers does not let us serve.
+    It keeps keywords to itself, and makes masks where none is wanted."""
     try: llm.layers
     except CannotServe as e:
         if transformers.__version__.startswith('5.0.'): pytest.skip(str(e))
@@ -161,7 +163,8 @@ def test_hub_id_from_the_hubs_own_cache(tmp_path):
     snap.mkdir(parents=True); (repo/'refs').mkdir()
     (repo/'refs'/'main').write_text('0' * 40)
     tiny_lm(seed=3).save(snap)
-    code = ("import torch; from cbatch.loading import *; from cbatch.model import tiny_lm; a, b = load_model('some/model'), tiny_lm(seed=3); x = torch.arange(5)[None];"
+    code = ("import torch; from cbatch.loading import *; from cbatch.model import tiny_lm; "
+            "a, b = load_model('some/model'), tiny_lm(seed=3); x = torch.arange(5)[None];"
             f"assert a.hf_model(x).logits.equal(b.hf_model(x).logits) and a.path == a.save() == {str(snap)!r}, a.path;"
             "assert a.tokenizer.encode('a') == [97] and a.name == 'some/model'\n"
             "try: load_model('other/model')\nexcept ModelNotFound as e: print(e)")

@@ -20,7 +20,8 @@ from toy import Crowd
 
 FAULTS = {}
 def fault(policy='vllm', by='engine'):
-    "Register a fault: a function that plants it with `put(owner, name, new)`, found by the engine's schedules, the toy's, or both"
+    """Register a fault: a function that plants it with `put(owner, name, new)`.
+    It is found by the engine's schedules, the toy's, or both."""
     def add(f): FAULTS[f.__name__] = f, policy, by; return f
     return add
 

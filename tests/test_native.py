@@ -4,7 +4,8 @@ import pytest, torch
 from cbatch import native
 from cbatch.native import Native, build_all
 
-SOURCE = '#include <cstdint>\nextern "C" void twice(float* x, int64_t n) {\n    #pragma omp parallel for\n    for (int64_t i = 0; i < n; i++) x[i] *= 2;\n}'
+SOURCE = ('#include <cstdint>\nextern "C" void twice(float* x, int64_t n) {\n    #pragma omp parallel for\n'
+          '    for (int64_t i = 0; i < n; i++) x[i] *= 2;\n}')
 FUNCTIONS = dict(twice=[ctypes.c_void_p, ctypes.c_int64])
 needs_compiler = pytest.mark.skipif(native._compiler() is None or sys.platform == 'win32', reason='no C++ compiler')
 
@@ -91,7 +92,8 @@ def test_every_struct_lies_alike_on_both_sides(monkeypatch, tmp_path):
         asks = ''.join(f'*out++ = offsetof({s.__name__}, {f}); *out++ = sizeof((({s.__name__}*)0)->{f}); '
                        for f in names)
         source = LEAN_CPP if s.cpp in LEAN_CPP else SAMPLER_CPP
-        lib = native.trial(f'{source}\n#include <cstddef>\nextern "C" void layout(int64_t* out) {{ *out++ = sizeof({s.__name__}); {asks}}}', dict(layout=[ctypes.c_void_p]), '-O0')
+        lib = native.trial(f'{source}\n#include <cstddef>\nextern "C" void layout(int64_t* out) '
+                           f'{{ *out++ = sizeof({s.__name__}); {asks}}}', dict(layout=[ctypes.c_void_p]), '-O0')
         theirs = torch.zeros(1 + 2 * len(names), dtype=torch.long); lib.layout(theirs.data_ptr())
         assert theirs.tolist() == [ctypes.sizeof(s), *(x for f in names
                                                        for x in (getattr(s, f).offset, getattr(s, f).size))], s.__name__
@@ -109,8 +111,11 @@ def test_a_trial_is_nobodys(piece):
 def test_two_processes_at_once(piece, tmp_path):
     "One compiles, the other waits and finds it; whoever dies leaves no lock"
     # no transformers
-    light = f'import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); m.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})'
-    code = f'{light}\nfrom cbatch.native import Native\np = Native("piece", {SOURCE!r}, dict(twice=[ctypes.c_void_p, ctypes.c_int64]))\nprint(p.build()); assert p.lib'
+    light = ('import ctypes, pathlib, sys, types\nm = sys.modules["cbatch.loading"] = types.ModuleType("m"); '
+             f'm.cache_dir = lambda: pathlib.Path({str(tmp_path)!r})')
+    code = (f'{light}\nfrom cbatch.native import Native\n'
+            f'p = Native("piece", {SOURCE!r}, dict(twice=[ctypes.c_void_p, ctypes.c_int64]))\n'
+            'print(p.build()); assert p.lib')
     ran = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
            for _ in range(2)]
     said = [p.communicate(timeout=120) for p in ran]

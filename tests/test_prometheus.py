@@ -1,4 +1,5 @@
-"The metrics page: names, buckets, labels, values that agree with the engine; two engines in one process; a dashboard whose every query finds something"
+"""The metrics page: names, buckets, labels, values that agree with the engine.
+Two engines in one process; a dashboard whose every query finds something."""
 import asyncio, gc, json, re, threading, weakref
 from functools import partial
 from pathlib import Path
@@ -8,16 +9,20 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Decision, Kind, StepRecord, Why
-from cbatch.prometheus import ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets, why_waiting
+from cbatch.prometheus import (ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets,
+                               why_waiting)
 from ask import poison, sp
 
 sp = partial(sp, max_tokens=6)
 
 ROOT = Path(__file__).resolve().parent.parent
-VLLM = '''num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total request_success_total time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
-e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens request_max_num_generation_tokens iteration_tokens_total
-num_preemptions_total request_num_preemptions prefix_cache_queries_total prefix_cache_hits_total request_inference_time_seconds request_params_n request_params_max_tokens num_requests_waiting_by_reason admission_rejections_total
-corrupted_requests_total cache_config_info'''.split()
+VLLM = '''num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+request_success_total time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+request_prompt_tokens request_generation_tokens request_max_num_generation_tokens iteration_tokens_total
+num_preemptions_total request_num_preemptions prefix_cache_queries_total prefix_cache_hits_total
+request_inference_time_seconds request_params_n request_params_max_tokens num_requests_waiting_by_reason
+admission_rejections_total corrupted_requests_total cache_config_info'''.split()
 
 def families(page): return {s.name: f for f in text_string_to_metric_families(page.decode()) for s in f.samples}
 def serve(llm, visit, compat='cbatch', **kw):
@@ -54,8 +59,9 @@ def test_names_labels_buckets(engine, compat):
                         request_queue_time_seconds=LATENCY,
                         iteration_tokens_total=STEP_TOKENS, request_prompt_tokens=token_buckets(160),
                         request_num_preemptions=(1, 2, 3, 4, 5, 10, 20)).items(): assert bounds(n) == want
-    assert TTFT[:3] == (.001, .005, .01) and TTFT[-2:] == (640,
-                                                           2560) and len(TTFT) == 22 and len(ITL) == 19 and len(LATENCY) == 21 and STEP_TOKENS == (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    assert (TTFT[:3] == (.001, .005, .01) and TTFT[-2:] == (640, 2560) and len(TTFT) == 22 and len(ITL) == 19
+            and len(LATENCY) == 21
+            and STEP_TOKENS == (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
     page, kind = e.render('application/openmetrics-text; version=1.0.0')
     assert 'openmetrics' in kind and page.endswith(b'# EOF\n')
 
@@ -65,7 +71,8 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
     outs, value, e = serve(llm, crowd)
     m, ms = value.engine.metrics(), [o.metrics for o in outs]
     assert m['num_preemptions'] and value('cbatch:num_preemptions_total') == m['num_preemptions']
-    assert value('cbatch:generation_tokens_total') == 42 == m['num_sampled_tokens'] and value('cbatch:request_success_total', finished_reason='length') == 7
+    assert (value('cbatch:generation_tokens_total') == 42 == m['num_sampled_tokens']
+            and value('cbatch:request_success_total', finished_reason='length') == 7)
     assert sum(value('cbatch:slot_steps_total', use=u) for u in ('sampled', 'prefilling', 'idle')) == 4 * m['num_steps']
     for name, xs in dict(time_to_first_token_seconds=[x.token_times[0] - x.arrival for x in ms],
                          e2e_request_latency_seconds=[x.finished_at - x.arrival for x in ms],
@@ -77,12 +84,14 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
                          request_params_max_tokens=[6] * 7,
                          request_time_per_output_token_seconds=[(x.finished_at - x.token_times[0]) / 5
                                                                 for x in ms]).items():
-        assert value(f'cbatch:{name}_count') == len(xs) and value(f'cbatch:{name}_sum') == pytest.approx(sum(xs)) and min(xs) >= 0, name
+        assert (value(f'cbatch:{name}_count') == len(xs) and value(f'cbatch:{name}_sum') == pytest.approx(sum(xs))
+                and min(xs) >= 0), name
     for name in TIMES: assert value(f'cbatch:{name}_sum') >= 0
     assert (value('cbatch:kv_cache_usage_perc'), value('cbatch:num_requests_running'),
             value('cbatch:num_requests_waiting')) == (0, 0, 0) and not e.since
     if trace:
-        assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens'] and value('cbatch:iteration_tokens_total_count') == m['num_steps']
+        assert (value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens']
+                and value('cbatch:iteration_tokens_total_count') == m['num_steps'])
 
 def test_what_went_wrong_is_counted_once(engine):
     llm = engine(max_num_seqs=1)
@@ -179,8 +188,8 @@ def test_every_query_of_the_dashboard_finds_something(engine):
     d = json.loads((ROOT/'examples/grafana.json').read_text(encoding='utf-8'))
     assert d['title'] and d['schemaVersion'] >= 36 and '__inputs' not in d
     names = [v['name'] for v in d['templating']['list']]
-    assert names == ['datasource',
-                     'model_name'] and d['templating']['list'][0]['type'] == 'datasource' and d['templating']['list'][0]['query'] == 'prometheus'
+    assert (names == ['datasource', 'model_name'] and d['templating']['list'][0]['type'] == 'datasource'
+            and d['templating']['list'][0]['query'] == 'prometheus')
     ids, places = [p['id'] for p in d['panels']], [tuple(p['gridPos'][k] for k in 'xywh') for p in d['panels']]
     assert len(set(ids)) == len(ids) and len(set(places)) == len(places) and all(x + w <= 24 for x, y, w, h in places)
     async def visit(a, e):
@@ -198,7 +207,8 @@ def test_every_query_of_the_dashboard_finds_something(engine):
             assert t['datasource'] == p['datasource'] == dict(type='prometheus', uid='${datasource}')
             used = re.findall(r'cbatch:\w+', t['expr']); asked |= set(used)
             assert used and all(u in have for u in used), t['expr']
-            assert t['expr'].count('(') == t['expr'].count(')') and t['expr'].count('model_name=~"$model_name"') == len(used)
+            assert (t['expr'].count('(') == t['expr'].count(')')
+                    and t['expr'].count('model_name=~"$model_name"') == len(used))
             for by in re.findall(r'by \((\w+)\)|\{\{(\w+)\}\}', t['expr'] + t['legendFormat']):
                 assert {*by} - {''} <= set().union(*(labels[u] for u in used))
     base = lambda n: re.sub(r'_(bucket|total)$', '', n)

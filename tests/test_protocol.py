@@ -1,4 +1,5 @@
-"The protocol without a server: nothing but a refusal or a checked ask comes out, and what goes back is what openai's own types say"
+"""The protocol without a server.
+Nothing but a refusal or a checked ask comes out, and what goes back is what openai's own types say."""
 import json, math
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -50,7 +51,7 @@ def test_strict_json(body, says):
 @plain
 @given(st.sampled_from('CH'), st.dictionaries(st.sampled_from([f.name for f in API_FIELDS]), values, max_size=4))
 def test_any_fields(api, odd):
-    "Whatever stands in a field: an ask that the engine can take, or a refusal that names a field that was sent or is missing"
+    "Whatever stands in a field: an ask that the engine can take, or a refusal that names a field, sent or missing"
     try: ask = read_request(api, MUST[api] | odd, VOCAB)
     except ProtocolError as e:
         assert e.status == 400 and (e.param in {**MUST[api], **odd, 'min_tokens': 0, 'max_tokens': 0})
@@ -173,7 +174,8 @@ def test_a_stream_says_what_the_whole_says(reports, api, usage, echo, top):
     text = ''.join((c['text'] if api == 'C' else c['delta'].get('content') or '') for c in body)
     assert text == (whole['choices'][0]['text'] if api == 'C' else whole['choices'][0]['message']['content'])
     ends = [c for c in body if c['finish_reason']]
-    assert len(ends) == 1 and ends[0] is body[-1] and ends[0]['finish_reason'] == whole['choices'][0]['finish_reason'] and ends[0].get('delta', {}) == {}
+    assert (len(ends) == 1 and ends[0] is body[-1] and ends[0]['finish_reason'] == whole['choices'][0]['finish_reason']
+            and ends[0].get('delta', {}) == {})
     assert not ends[0].get('text')
     want, got = whole['choices'][0]['logprobs'], [c['logprobs'] for c in body if c['logprobs']]
     for k in (want or ()): assert sum((g[k] or [] for g in got), []) == (want[k] or [])

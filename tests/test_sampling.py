@@ -1,4 +1,5 @@
-"Every sampling option: against transformers' processors, against its definition, against the request alone, whatever its mates want"
+"""Every sampling option.
+Against transformers' processors, against its definition, against the request alone, whatever its mates want."""
 import functools, math, os, platform, random
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +46,8 @@ PROMPT, SAID, ENDS, BAD = [5, 6, 7, 5, 150], [9, 7, 9, 9, 2, 1, 2], {3, 250}, [[
     [5, 2, 43]]
 
 def processed(x, p, prompt=PROMPT, said=SAID):
-    "What transformers makes of logits: its processors in vLLM's order; presence and frequency, which it lacks, in one line"
+    """What transformers makes of logits: its processors in vLLM's order.
+    Presence and frequency, which it lacks, in one line."""
     both, said_ids = torch.tensor([prompt + said]).expand(len(x), -1), torch.tensor([said]).expand(len(x), -1)
     if p.logit_bias: x = hf.SequenceBiasLogitsProcessor({(t,): float(b) for t, b in p.logit_bias.items()})(both, x)
     if p.repetition_penalty != 1: x = hf.RepetitionPenaltyLogitsProcessor(float(p.repetition_penalty))(both, x)
@@ -116,7 +118,8 @@ def test_equal_logits_stay_or_go_together():
 # --- the sampler draws from the definition
 
 def expected_draw(x, state):
-    "The definition's tokens in order of their ids, one after another until their probability passes the random number; and those nearby"
+    """The definition's token, and those nearby.
+    It adds up probabilities in order of the ids until they pass the random number."""
     probs, u = distribution(x, [state])[0].double(), uniform([state.seed], [len(state.output_ids)],
                                                              state.sample_index)[0]
     cdf = probs.cumsum(0) / probs.sum()
@@ -181,7 +184,8 @@ def test_the_first_and_the_last_random_number(u):
     x[0, :200] = -math.inf; x[1, 600:] = -math.inf; x[2, :300] = -60; x[3, 400:] = -60; x[4] = -60; x[4, 350] = 0
     x[5, 1:] = -math.inf
     assert uniform([seed_for(u)], [0])[0] == u
-    for kw in dict(), dict(temperature=.05), dict(temperature=1e-5), dict(top_k=5), dict(min_p=.1), dict(top_p=.01), dict(top_k=9, top_p=.5, temperature=.01):
+    for kw in (dict(), dict(temperature=.05), dict(temperature=1e-5), dict(top_k=5), dict(min_p=.1), dict(top_p=.01),
+               dict(top_k=9, top_p=.5, temperature=.01)):
         all_states = [SamplerState(SamplingParams(**kw), seed=seed_for(u)) for _ in x]
         assert all(p[t] > 0 for p, t in zip(distribution(x, all_states), sample(x.clone(), all_states).ids))
 
@@ -295,7 +299,8 @@ def test_logits_of_half_precision():
 def test_log_probabilities_are_raw():
     "Options that change or forbid leave them alone; the rank is that of the model"
     x = noise(3, 300); lp = x.log_softmax(-1)
-    for kw in dict(), dict(temperature=3), dict(logit_bias={7: 100}), dict(allowed_token_ids=[7]), dict(top_k=1), dict(repetition_penalty=9):
+    for kw in (dict(), dict(temperature=3), dict(logit_bias={7: 100}), dict(allowed_token_ids=[7]), dict(top_k=1),
+               dict(repetition_penalty=9)):
         got = sample(x.clone(), [SamplerState(SamplingParams(**kw, logprobs=4), PROMPT, SAID, i) for i in range(3)])
         for i, t in enumerate(got.ids):
             d, top = got.logprobs[i], lp[i].topk(4)
@@ -313,7 +318,8 @@ def test_log_probabilities_of_an_answer(engine, tiny):
     prompts = [[1, 2, 3], list(range(20, 50)), [7]]
     outs = llm.generate(prompts, [sp(logprobs=2), sp(temperature=1, seed=1, logprobs=0, presence_penalty=2), sp()],
                         use_tqdm=False)
-    assert outs[2].outputs[0].logprobs is None and outs[2].outputs[0].cumulative_logprob is None and outs[2].prompt_logprobs is None
+    assert (outs[2].outputs[0].logprobs is None and outs[2].outputs[0].cumulative_logprob is None
+            and outs[2].prompt_logprobs is None)
     for o, prompt, k in zip(outs[:2], prompts, (2, 0)):
         c, lp = o.outputs[0], raw(tiny, prompt + o.outputs[0].token_ids)
         # case 17: the token alone if no others are asked for
@@ -464,7 +470,8 @@ def in_both(x, all_states):
 
 @pytest.mark.parametrize('vocab', [11, 258, 1000, 5001])
 def test_cpp_gives_what_torch_gives(vocab):
-    "28,000 draws in all: the same token, unless the random number lies within rounding of a border; the same errors; the same scores"
+    """28,000 draws in all: the same token, unless the random number lies within rounding of a border.
+    The same errors; the same scores."""
     apart = []
     for seed in range(10):
         all_states, x = crowd(seed, vocab, 700), noise(700, vocab, seed)
@@ -482,7 +489,8 @@ def test_cpp_gives_what_torch_gives(vocab):
 @pytest.mark.parametrize('vocab', [258, 49_153])
 @pytest.mark.parametrize('rows', [1, 64])
 def test_cpp_takes_logits_of_every_shape(rows, vocab):
-    "Half precision, rows or columns that are not neighbours in memory, one thread or two, in any order: the same tokens and scores, to the bit"
+    """Half precision, rows or columns that are not neighbours in memory, one thread or two, in any order.
+    The same tokens and scores, to the bit."""
     if isinstance(native(), str): pytest.skip(native())
     all_states, x = crowd(3, vocab, rows), noise(rows, vocab, 3).bfloat16().float()
     order = random.Random(4).sample(range(rows), rows)
@@ -513,7 +521,8 @@ def test_cpp_is_the_same_on_a_processor_with_small_registers(tmp_path, monkeypat
         with patch.object(FAST, 'lib', old.lib): assert sample(x, all_states) == want
 
 def test_the_way_of_a_gpu_reads_once():
-    "Nothing waits for the device but the read of tokens and errors, whatever is asked; log probabilities are further reads of those who want them"
+    """Nothing waits for the device but the read of tokens and errors, whatever is asked.
+    Log probabilities are further reads of those who want them."""
     reads = []
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):

@@ -1,4 +1,5 @@
-"Random schedules: whatever the batch, the budget, the memory, the policy and the moment, every answer is the one that the request would get alone"
+"""Random schedules: every answer is the one that the request would get alone.
+Whatever the batch, the budget, the memory, the policy and the moment."""
 import functools, random
 from collections import Counter
 import pytest
@@ -18,8 +19,8 @@ def test_the_schedules_were_hard():
     "What the seeds above have met; ties are few"
     seen = sum(map(outcome, SEEDS), Counter())
     print(dict(seen))
-    assert all(seen[f'preempted by {how}'] >= 15 for how in ('recompute',
-                                                             'swap')) and seen['preempted'] >= 60 and min(seen['padding'], seen['cached']) > 500
+    assert (all(seen[f'preempted by {how}'] >= 15 for how in ('recompute', 'swap')) and seen['preempted'] >= 60
+            and min(seen['padding'], seen['cached']) > 500)
     assert all(seen[p] >= 20 for p in ('vllm', 'static', 'dynamic')) and all(seen[f'by {r}'] > 100
         for r in ('stop', 'length'))
     assert all(seen[f'aborted {s}'] for s in ('waiting', 'mid-prompt', 'running', 'preempted'))

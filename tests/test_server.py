@@ -1,9 +1,11 @@
-"The server as its clients meet it: the openai package, a fuzzer with the server's own document, a supervisor that sends signals, and bad company"
+"""The server as its clients meet it.
+The openai package, a fuzzer with the server's own document, a supervisor that sends signals, and bad company."""
 import asyncio, contextlib, json, os, re, signal, socket, subprocess, sys, threading, time
 import openai, pytest, schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (content_type_conformance, response_schema_conformance,
+                                               status_code_conformance)
 from cbatch import LLM
 from cbatch.async_engine import Observer
 from cbatch.openapi import PATHS
@@ -30,7 +32,8 @@ def test_openai_plain_and_streamed(w):
     c = w.client()
     whole = c.completions.create(prompt=NEXT, **GREEDY)
     want = ref(w.llm.model, NEXT, 8)
-    assert whole.choices[0].text == want.text and whole.choices[0].finish_reason == 'length' and whole.object == 'text_completion'
+    assert (whole.choices[0].text == want.text and whole.choices[0].finish_reason == 'length'
+            and whole.object == 'text_completion')
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 8,
         11) and whole.system_fingerprint.startswith('fp_')
     assert ''.join(p.choices[0].text for p in c.completions.create(prompt=NEXT, stream=True, **GREEDY)) == want.text
@@ -39,7 +42,8 @@ def test_openai_plain_and_streamed(w):
                                                   8).text and chat.choices[0].message.role == 'assistant'
     parts = list(c.chat.completions.create(messages=HI, stream=True, stream_options=dict(include_usage=True), **GREEDY))
     assert ''.join(p.choices[0].delta.content or '' for p in parts[:-1]) == chat.choices[0].message.content
-    assert parts[0].choices[0].delta.role == 'assistant' and parts[-1].choices == [] and parts[-1].usage == chat.usage and len({p.id for p in parts}) == 1
+    assert (parts[0].choices[0].delta.role == 'assistant' and parts[-1].choices == [] and parts[-1].usage == chat.usage
+            and len({p.id for p in parts}) == 1)
     assert c.models.list().data[0].id == 'tiny' and c.models.retrieve('tiny').max_model_len == w.llm.max_model_len
 
 def test_openai_asyncio_many_at_once(w):
@@ -58,7 +62,8 @@ def test_openai_samples_and_logprobs(w):
     out = c.completions.create(prompt=[NEXT, 'abc'], n=2, seed=3, logprobs=2, echo=True, model='tiny', max_tokens=4)
     assert [x.index for x in out.choices] == [0, 1, 2, 3] and out.choices[2].text.startswith('abc')
     lp = out.choices[0].logprobs
-    assert len(lp.tokens) == len(lp.token_logprobs) == len(lp.top_logprobs) == len(lp.text_offset) == 7 and lp.token_logprobs[0] is None
+    assert (len(lp.tokens) == len(lp.token_logprobs) == len(lp.top_logprobs) == len(lp.text_offset) == 7
+            and lp.token_logprobs[0] is None)
     out = c.chat.completions.create(messages=HI, logprobs=True, top_logprobs=3, **GREEDY)
     t = out.choices[0].logprobs.content
     assert len(t) == 8 and all(len(x.top_logprobs) == 3 and x.top_logprobs[0].logprob >= x.logprob and bytes(x.bytes)
@@ -146,13 +151,15 @@ def test_garbage_on_the_wire(w):
         s = socket.create_connection((w.host, w.port)); s.settimeout(10); s.sendall(said + b'\r\n\r\n')
         got = b''
         while piece := s.recv(4096): got += piece
-        assert got.split()[1] == answer and json.loads(got.split(b'\r\n\r\n')[1])['error']['type'] == 'invalid_request_error'
+        assert (got.split()[1] == answer
+                and json.loads(got.split(b'\r\n\r\n')[1])['error']['type'] == 'invalid_request_error')
         s.close()
 
 def test_a_body_that_never_comes(tiny):
     with web(tiny, body_timeout_s=.2) as w:
         s = socket.create_connection((w.host, w.port)); s.settimeout(10)
-        s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{')
+        s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+                  b'Content-Length: 100\r\n\r\n{')
         assert s.recv(4096).split()[1] == b'408'; s.close()
 
 def test_pings_while_nothing_comes(tiny):
@@ -206,8 +213,10 @@ def test_document(fuzzed, path, method, mode):
 
 @contextlib.contextmanager
 def process(folder, *args, **kw):
-    "The command in a process of its own, and where it listens; nobody reads what it says after that, and its log goes to a full disk"
-    code = f'import sys, cbatch.cli; sys.exit(cbatch.cli.main({["serve", str(folder), "--port", "0", "--served-model-name", "tiny", *args]!r}))'
+    """The command in a process of its own, and where it listens.
+    Nobody reads what it says after that, and its log goes to a full disk."""
+    code = ('import sys, cbatch.cli; sys.exit(cbatch.cli.main('
+            f'{["serve", str(folder), "--port", "0", "--served-model-name", "tiny", *args]!r}))')
     err = open('/dev/full', 'w') if os.path.exists('/dev/full') else subprocess.DEVNULL
     p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=err, text=True, **kw)
     try:
@@ -218,7 +227,8 @@ def process(folder, *args, **kw):
     finally: p.kill(); p.wait()
 
 def test_term_under_load(tmp_path, tiny):
-    "Those who run or wait are served to the end, newcomers are sent away, the exit code is 0; and nobody reads stdout, and the log's disk is full"
+    """Those who run or wait are served to the end, newcomers are sent away, the exit code is 0.
+    And nobody reads stdout, and the log's disk is full."""
     with process(tiny.save(tmp_path / 'tiny'), '--max-num-seqs', '2', '--num-blocks', '64', '--drain-timeout',
                  '60') as (p, w):
         w.wait(lambda: w.ask('GET', '/health').status == 200, 'the model', 60)
@@ -236,8 +246,8 @@ def test_term_under_load(tmp_path, tiny):
         for t in ts: t.join(60)
         for i in range(6):
             assert got[i].status == 200
-            assert ''.join(f['choices'][0]['text']
-                           for f in got[i].frames) == right if i % 2 == 0 else got[i].json['choices'][0]['text'] == right
+            assert (''.join(f['choices'][0]['text'] for f in got[i].frames) == right if i % 2 == 0
+                    else got[i].json['choices'][0]['text'] == right)
         first.close()
         assert p.wait(20) == 0
 
@@ -316,7 +326,8 @@ def test_bytes_behind_a_body(w, more):
     "They hide neither that the client hangs up, nor are they kept without end"
     w.slow(.02); s = connect(w)
     body = json.dumps(dict(model='tiny', prompt=NEXT, temperature=0, max_tokens=400, ignore_eos=True))
-    s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}'.encode())
+    s.sendall('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+              f'Content-Length: {len(body)}\r\n\r\n{body}'.encode())
     w.wait(lambda: w.llm.has_unfinished)
     s.sendall(b'x' * more)
     if more > 1: assert ends(s)
@@ -338,7 +349,8 @@ def test_a_body_that_outlives_the_engine(tiny):
         w = type('W', (Web,), dict(__init__=lambda self: None))()
         w.server, (w.host, w.port) = server, server.sock.getsockname()[:2]
         s, body = connect(w), json.dumps(dict(model='tiny', prompt=NEXT)).encode()
-        s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n'.encode())
+        s.sendall('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+                  f'Content-Length: {len(body)}\r\n\r\n'.encode())
         w.wait(lambda: any(c.cycle for c in list(server.server_state.connections)))
         w.on_loop(asyncio.sleep(.05)); w.on_loop(server.engine.close())
         s.sendall(body); assert s.recv(4096).startswith(b'HTTP/1.1 503'); s.close()

@@ -15,8 +15,10 @@ CODE = ['def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
         'class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n']
 TEXT = ['Once upon a time', 'The', 'hello', '안녕하세요. 오늘 날씨가', '👩‍🚀🚀🌕', '🙂', 'a', '1 2 3 4 5 6',
         'The capital of France is', 'To be, or not to be,', 'E = mc', 'Ingredients:\n- 2 eggs\n-']
-STORY = ('The lighthouse keeper had counted ships for thirty years, and on the night of the great storm he counted none. The wind came out of the north-west, as it always did in November, and '
-         'it carried with it the smell of salt and of wet rope. He lit the lamp at five, wrote the hour into his book, and sat down by the stove with a cup of tea that he forgot to drink. ')
+STORY = ('The lighthouse keeper had counted ships for thirty years, and on the night of the great storm he counted '
+         'none. The wind came out of the north-west, as it always did in November, and it carried with it the smell '
+         'of salt and of wet rope. He lit the lamp at five, wrote the hour into his book, and sat down by the stove '
+         'with a cup of tea that he forgot to drink. ')
 LONG = [STORY * 4 + 'Then', f'Summarise the following text.\n\n{STORY * 2}\n\nSummary:']
 
 @pytest.fixture(scope='module')
@@ -39,7 +41,8 @@ def same(model, prompts, ours, refs):
     ties = 0
     for p, a, b in zip(prompts, ours, refs):
         how = compare_tokens(model, p, a, b)
-        assert how, f'{model.tokenizer.decode(p)[-60:]!r}: {model.tokenizer.decode(a)!r} is not {model.tokenizer.decode(b)!r}'
+        assert how, (f'{model.tokenizer.decode(p)[-60:]!r}: {model.tokenizer.decode(a)!r} '
+                     f'is not {model.tokenizer.decode(b)!r}')
         ties += how.tie
     print(f'{ties} ties of {len(refs)}')
     return ties
@@ -48,7 +51,7 @@ def greedy(n): return SamplingParams(temperature=0, max_tokens=n)
 
 @pytest.mark.parametrize('long,num_blocks', [(False, 12), (True, 26)])
 def test_32_prompts(smollm2, asked, long, num_blocks):
-    "Thirty of them in a pool of 192 tokens, which makes many of them start again; the two longest beside two short ones"
+    "Thirty in a pool of 192 tokens, which makes many of them start again; the two longest beside two short ones"
     mine = [i for i, p in enumerate(asked[0]) if (len(p) > 100) == long] + [0, 20] * long
     prompts, lens, refs = ([x[i] for i in mine] for x in asked)
     llm = LLM(smollm2, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=num_blocks, check=True)

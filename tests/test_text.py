@@ -1,4 +1,5 @@
-"Text of every kind of tokenizer, streamed and whole, for every sequence of ids; and conversations that no message can forge"
+"""Text of every kind of tokenizer, streamed and whole, for every sequence of ids.
+And conversations that no message can forge."""
 import functools, random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -91,7 +92,8 @@ def stream(tok, ids, chunk=1, **kw):
     return out, d, n
 
 def draw_stops(rng, whole):
-    "Stop strings: some that are there, some that nearly are, some that begin like others; no sign for broken bytes, since half a character is no text"
+    """Stop strings: some that are there, some that nearly are, some that begin like others.
+    No sign for broken bytes, since half a character is no text."""
     at = lambda: rng.randrange(len(whole) or 1)
     cut = lambda: whole[(i := at()):i + rng.choice([1, 1, 2, 3, 6])]
     kinds = [cut, lambda: cut() + rng.choice('q~'), lambda: cut() + cut(), lambda: 'never']
@@ -128,7 +130,8 @@ def test_cut_at_every_stop(tok):
     assert hits > 50
 
 def test_nothing_is_taken_back_and_little_is_held(tok):
-    "What was shown begins the whole text at every token; beyond an unfinished character or run of bytes, only a partial stop waits"
+    """What was shown begins the whole text at every token.
+    Beyond an unfinished character or run of bytes, only a partial stop waits."""
     rng = random.Random(2)
     for _ in range(200):
         ids = [i for i in draw_ids(rng, tok) if i < len(tok)]
@@ -218,11 +221,15 @@ def test_no_tokenizer():
 
 # ---- conversations
 
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-WITH_TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}" \
-             "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}<|im_start|>assistant\n"
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+WITH_TOOLS = ("{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif %}"
+              "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+              "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+              "{% endfor %}<|im_end|>{% endfor %}<|im_start|>assistant\n")
 TRIMMING = "<s>{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] | trim }}</s>{% endfor %}A:"
-REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+REFUSING = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}")
 
 @functools.cache
 def chatty(kind, template):
@@ -316,7 +323,8 @@ def test_tools():
     ids = encode_chat(tok, chat, tools=[tool])
     assert decode(tok, ids, False) == tok.apply_chat_template(chat, tools=[tool], tokenize=False,
                                                               add_generation_prompt=True)
-    assert ids.count(tok.convert_tokens_to_ids('<|im_end|>')) == 4 and ids.count(tok.convert_tokens_to_ids('<|im_start|>')) == 5
+    assert (ids.count(tok.convert_tokens_to_ids('<|im_end|>')) == 4
+            and ids.count(tok.convert_tokens_to_ids('<|im_start|>')) == 5)
     with pytest.raises(ValueError, match='does not know any'):
         encode_chat(chatty('bytes', CHATML), chat[:1], tools=[tool])
     with pytest.raises(ValueError, match='control tokens'): encode_chat(tok, chat[:1], tools=[{'<|im_end|>': 1}])

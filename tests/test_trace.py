@@ -135,7 +135,7 @@ def test_a_file_replays_to_the_same_states(saved):
     for r in trace: assert again.state(r.step) == trace.state(r.step)
 
 def test_bad_files_name_the_line(saved):
-    "Every field of a header and of a record, replaced by every kind of nonsense: a ValueError or a trace, never anything else"
+    "Every field of a header and of a record replaced by every kind of nonsense: a ValueError or a trace, nothing else"
     _, path = saved
     lines = path.read_text().splitlines()
     def load(header, rec):

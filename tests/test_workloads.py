@@ -2,7 +2,8 @@
 import json, math
 import numpy as np
 import pytest
-from cbatch.workloads import WORKLOADS, Workload, WorkItem, arrivals, batch_steps, chat, get_workload, heavy, load_workload, w64, w256
+from cbatch.workloads import (WORKLOADS, Workload, WorkItem, arrivals, batch_steps, chat, get_workload, heavy,
+                              load_workload, w64, w256)
 
 def test_w64_is_pinned():
     w = w64()
@@ -31,8 +32,8 @@ def test_chat_grows():
     turns = [x for x in w if x.session == 's1']
     for a, b in zip(turns, turns[1:]):
         assert b.parts[:len(a.parts)] == a.parts and b.arrival > a.arrival and len(b.parts) == len(a.parts) + 2
-    assert {x.parts[0] for x in w} == {('system',
-                                        200)} and turns[1].prompt_ids(500)[:turns[0].prompt_len] == turns[0].prompt_ids(500)
+    assert ({x.parts[0] for x in w} == {('system', 200)}
+            and turns[1].prompt_ids(500)[:turns[0].prompt_len] == turns[0].prompt_ids(500))
 
 @pytest.mark.parametrize('b', [.2, 1., 4., math.inf])
 def test_arrivals_take_n_over_rate(b):
@@ -51,21 +52,23 @@ def test_slices_and_speeds_leave_the_original_alone():
     for bad in (lambda: w.at([1.]), lambda: w.faster(0), lambda: arrivals(2, -1)):
         with pytest.raises(ValueError): bad()
 
-AZURE = 'TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:59:59.9799600,48,10\r\n2023-11-16 19:00:01.0000001,31,8'
-BURST = 'Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,a,472,18,490,x\n45,a,10,0,10,x\n118,b,30,9,39,x\n'
-LATER = 'Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,s,1,a,472,18,490,x\n45,s,1,a,10,0,10,x\n118,t,1,b,30,9,39,x\n'
+AZURE = ('TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:59:59.9799600,48,10\r\n'
+         '2023-11-16 19:00:01.0000001,31,8')
+BURST = ('Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n'
+         '5,a,472,18,490,x\n45,a,10,0,10,x\n118,b,30,9,39,x\n')
+LATER = ('Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n'
+         '5,s,1,a,472,18,490,x\n45,s,1,a,10,0,10,x\n118,t,1,b,30,9,39,x\n')
 MOON = ''.join(json.dumps(x) + '\n' for x in (dict(timestamp=3000, input_length=600, output_length=5, hash_ids=[0, 9]),
                                               dict(timestamp=6000, input_length=1024, output_length=3,
                                                    hash_ids=[0, 4])))
 
 def write(tmp_path, name, text): p = tmp_path/name; p.write_bytes(text.encode()); return p
 
-@pytest.mark.parametrize('name,text,lens,times,dropped', [('a.csv', AZURE, [(48, 10), (31, 8)], [0., 1.0200401], 0),
-                                                          ('b.csv', BURST, [(472, 18), (30, 9)], [0., 113.], 1),
-                                                          ('b2.csv', LATER, [(472, 18), (30, 9)], [0., 113.], 1),
-    ('m.jsonl', MOON, [(600, 5), (1024, 3)], [0., 3.], 0), ('o.csv', '\ufeffprompt_len,output_len\n3,4\n', [(3, 4)],
-                                                            [0.], 0), ('o.jsonl',
-                                                                '{"prompt_len": 3, "output_len": 4, "user": "ann"}\n\n', [(3, 4)], [0.], 0)])
+@pytest.mark.parametrize('name,text,lens,times,dropped', [
+    ('a.csv', AZURE, [(48, 10), (31, 8)], [0., 1.0200401], 0), ('b.csv', BURST, [(472, 18), (30, 9)], [0., 113.], 1),
+    ('b2.csv', LATER, [(472, 18), (30, 9)], [0., 113.], 1), ('m.jsonl', MOON, [(600, 5), (1024, 3)], [0., 3.], 0),
+    ('o.csv', '\ufeffprompt_len,output_len\n3,4\n', [(3, 4)], [0.], 0),
+    ('o.jsonl', '{"prompt_len": 3, "output_len": 4, "user": "ann"}\n\n', [(3, 4)], [0.], 0)])
 def test_files_are_read_by_column_name(tmp_path, name, text, lens, times, dropped):
     w = load_workload(write(tmp_path, name, text))
     assert [(x.prompt_len, x.output_len) for x in w] == lens and [x.arrival for x in w] == pytest.approx(times,

@@ -1,19 +1,22 @@
-"""Compile every kernel for every GPU that cbatch names, without having one, and say what came out: python tools/aot.py [--quick] [--json FILE]
+"""Compile every kernel for every GPU that cbatch names, without having one: python tools/aot.py [--quick] [--json FILE]
 
-What is compiled is what the host functions launch: they are called with small CPU tensors while a stand-in driver names the GPU, so that types, constants,
-alignment, warps and stages are those of the real launch. Registers come from the binary, instructions from its disassembly; Triton brings the tools for both.
+It says what came out. What is compiled is what the host functions launch: they are called with small CPU tensors while
+a stand-in driver names the GPU, so that types, constants, alignment, warps and stages are those of the real launch.
+Registers come from the binary, instructions from its disassembly; Triton brings the tools for both.
 A row is bad, and the exit status 1, if the kernel
 - does not compile, or needs more shared memory than the GPU has;
 - spills: keeps in slow memory what did not fit into its registers;
 - has a dot that is not computed by tensor cores;
-- loads keys or values in pieces of less than 16 bytes, the widest there are; where a tile has less than that for each thread, in more than one piece a thread.
+- loads keys or values in pieces of less than 16 bytes, the widest there are; where a tile has less than that for each
+  thread, in more than one piece a thread.
 Each compile runs in a process of its own that may die: an error inside LLVM ends it."""
 import argparse, collections, json, os, re, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# shared memory that a program can have, bytes: CUDA C++ Programming Guide, technical specifications per compute capability; CDNA3 ISA, LDS
+# shared memory that a program can have, bytes: CUDA C++ Programming Guide, technical specifications per compute
+# capability; CDNA3 ISA, LDS
 SMEM = dict(sm_75=65536, sm_80=166912, sm_86=101376, sm_89=101376, sm_90=232448, sm_100=232448, sm_120=101376,
             gfx942=65536)
 # what the programs on one processor share: shared memory, threads, registers
@@ -96,7 +99,7 @@ KV = re.compile(r'tl\.load\((k_cache|v_cache|k|v) \+')                # where th
 WIDTH = dict(dword=4, ushort=2, short=2, ubyte=1, sbyte=1)
 
 def kv_loads(fn, asm, hip):
-    "Bytes of each instruction that loads keys or values from global memory, by the source lines that the compiler notes beside them"
+    "Bytes of each instruction that loads keys or values from global memory, by the source lines noted beside them"
     lines, start = fn.raw_src, fn.starting_line_number
     at = {start + i for i, l in enumerate(lines) if KV.search(l)}
     name = Path(fn.fn.__code__.co_filename).name
@@ -242,7 +245,8 @@ def main():
     start = time.time()
     def run(todo):
         todo = [j for j in todo if o.only in j['kernel']]
-        named = lambda r: f"{r['kernel']} {r['variant']} {r['dtype']} head_dim {r['head_dim']} group {r['group']} {r['target']}"
+        named = lambda r: (f"{r['kernel']} {r['variant']} {r['dtype']} head_dim {r['head_dim']} group {r['group']} "
+                           f"{r['target']}")
         report = lambda r: None if r['ok'] else print(f"BAD {named(r)}: {r['why']}", flush=True)
         with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(o.workers) as pool:
             parts = pool.map(lambda i: compile_all(todo[i::o.workers], report, cache), range(o.workers))

@@ -1,5 +1,6 @@
-"""Kernels in Triton's interpreter. The conftest.py at the top sets TRITON_INTERPRET=1 before anything imports Triton, on a machine with a GPU too.
-With TRITON_INTERPRET=0 the parity tests compile the kernels and run on the GPU, and what needs the interpreter is skipped."""
+"""Kernels in Triton's interpreter.
+The conftest.py at the top sets TRITON_INTERPRET=1 before anything imports Triton, on a machine with a GPU too. With
+TRITON_INTERPRET=0 the parity tests compile the kernels and run on the GPU; what needs the interpreter is skipped."""
 import importlib.util
 import pytest
 

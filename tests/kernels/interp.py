@@ -1,12 +1,15 @@
-"""bf16 in Triton's interpreter, mended. numpy has no bf16, so the interpreter keeps its bits in uint16 - and then adds, compares and
-multiplies those as integers, and rounds fp32 to bf16 by adding the first bit that is cut off. `mend()` computes bf16 in fp32 and rounds to nearest even."""
+"""bf16 in Triton's interpreter, mended.
+numpy has no bf16, so the interpreter keeps its bits in uint16 - and then adds, compares and multiplies those as
+integers, and rounds fp32 to bf16 by adding the first bit that is cut off. `mend()` computes bf16 in fp32 and rounds to
+nearest even."""
 import re
 from contextlib import contextmanager
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-ARITHMETIC = re.compile(r'create_(f(?!p_)\w+|(approx_|precise_)?(divf|sqrt)|rsqrt|exp2?|log2?|sin|cos|erf|ceil|clampf|(min|max)(imum|num)f|dot)$')
+ARITHMETIC = re.compile(r'create_(f(?!p_)\w+|(approx_|precise_)?(divf|sqrt)|rsqrt|exp2?|log2?|sin|cos|erf|ceil|clampf'
+                        r'|(min|max)(imum|num)f|dot)$')
 
 def to_fp32(bits):
     "bf16 is the upper half of an fp32"

@@ -1,4 +1,5 @@
-"""Do the checks see a wrong kernel? Each mutation changes one line of a kernel's exported source; the checks must object, or it says why there is no harm.
+"""Do the checks see a wrong kernel?
+Each mutation changes one line of a kernel's exported source; the checks must object, or it says why there is no harm.
 python tests/kernels/mutations.py writes bench/records/kernel_mutations.json"""
 import os
 os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -174,7 +175,8 @@ def prefill_checks(kernel):
     yield 'queries beyond 32 bits', far
 
 def load(module, source, **others):
-    "A module of its own from changed source; Triton reads a kernel's text from its file. It sees the modules `others` in place of the real ones"
+    """A module of its own from changed source.
+    Triton reads a kernel's text from its file. It sees the modules `others` in place of the real ones."""
     name = f'mutant{load.n}_{module}'; load.n += 1
     path = Path(load.dir.name)/f'{name}.py'
     for old, new in others.items():
@@ -202,7 +204,8 @@ def caught(module, old, new):
     "Which check objects, and what it says; None if none does"
     source = text(module)
     if source.count(old) != 1:
-        raise LookupError(f'{module}: {old!r} is there {source.count(old)} times: the kernel has changed, change the mutation')
+        raise LookupError(f'{module}: {old!r} is there {source.count(old)} times: '
+                          'the kernel has changed, change the mutation')
     for name, check in checks(module, source.replace(old, new)):
         try: check()
         except Fault as e: return dict(check=name, by='sanitizer', says=str(e).split(': ')[0].partition(', the')[0])
@@ -215,7 +218,8 @@ def main():
         found = caught(module, old, new)
         rows.append(dict(module=module, mutation=name, line=old.strip(), becomes=new.strip(),
                          **(found or dict(check=None)), harmless=harmless))
-        verdict = '{by}: {says} ({check})'.format(**found) if found else f'harmless: {harmless}' if harmless else 'NOT CAUGHT'
+        verdict = ('{by}: {says} ({check})'.format(**found) if found
+                   else f'harmless: {harmless}' if harmless else 'NOT CAUGHT')
         print(f'{module:<14} {name:<48} {verdict}', flush=True)
     survived = [r for r in rows if not r['check']]
     record = dict(command='python tests/kernels/mutations.py', mutations=len(rows), caught=len(rows) - len(survived),

@@ -1,14 +1,17 @@
-"""Cases for the attention kernels, full of traps, and what they must give: attention in float64, written from the formula.
-The traps: blocks out of order; every cache slot that no token owns is NaN, the null block 0 among them; table entries beyond a request's end point
-far outside the cache; queries are a slice of a wider tensor; rows for nobody hold NaN; new memory is NaN until it is written."""
+"""Cases for the attention kernels, full of traps, and what they must give.
+That is attention in float64, written from the formula. The traps: blocks out of order; every cache slot that no token
+owns is NaN, the null block 0 among them; table entries beyond a request's end point far outside the cache; queries are
+a slice of a wider tensor; rows for nobody hold NaN; new memory is NaN until it is written."""
 import math, mmap
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 import torch
 
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
-# Outputs are averages of values of size 1, some up to 4. 16-bit types: weights and outputs are rounded to half an ulp each, fp16 2**-11, bf16 2**-8.
-# fp32: scores of size 10 are right to 10 * 2**-24, which the exponential hands on to the weights; sums of some hundred products add to that.
+# Outputs are averages of values of size 1, some up to 4.
+# 16-bit types: weights and outputs are rounded to half an ulp each, fp16 2**-11, bf16 2**-8.
+# fp32: scores of size 10 are right to 10 * 2**-24, which the exponential hands on to the weights; sums of some hundred
+# products add to that.
 ATOL = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass
@@ -23,7 +26,7 @@ class Case:
 
 def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, padding=0, seed=0, device='cpu',
          **options):
-    "Requests of `seq_lens` keys whose last `query_lens` tokens ask (None: one each), and `padding` more rows of queries"
+    "Requests of `seq_lens` keys whose last `query_lens` tokens ask (None: one each), and `padding` more query rows"
     g = torch.Generator().manual_seed(seed)
     rnd = lambda *shape: torch.randn(*shape, generator=g).to(dtype)
     query_lens = [1] * len(seq_lens) if query_lens is None else query_lens
@@ -49,8 +52,8 @@ def expected(c:Case, scaling, window=None, softcap=None):
     "[T, H, D] float64; zeros for who sees nothing"
     out = torch.zeros(c.q.shape, dtype=torch.float64)
     K, bs = c.k_cache.shape[2], c.k_cache.shape[1]
-    all_q, caches, tables, starts = c.q.double().cpu(), [c.k_cache.cpu(),
-                                                         c.v_cache.cpu()], c.block_tables.tolist(), c.query_starts.tolist()
+    all_q, caches, tables, starts = (c.q.double().cpu(), [c.k_cache.cpu(), c.v_cache.cpu()], c.block_tables.tolist(),
+                                     c.query_starts.tolist())
     for r, L in enumerate(c.seq_lens.tolist()):
         at = [(tables[r][p // bs], p % bs) for p in range(L)]
         for row in range(starts[r], starts[r + 1] if L else starts[r]):
@@ -86,7 +89,8 @@ def assert_right(out, c:Case):
     assert not out[T:].any(), 'padding is not zero'
 
 def kv_case(T, K, D, bs=16, dtype=torch.float32, blocks=None, seed=0, device='cpu'):
-    "k, v, caches and slots for kv_write: views as models hand them over, every third row padding, the cache full of what must stay"
+    """k, v, caches and slots for kv_write.
+    Views as models hand them over, every third row padding, the cache full of what must stay."""
     g = torch.Generator().manual_seed(seed)
     blocks = blocks or T // bs + 2
     rnd = lambda *shape: torch.randn(*shape, generator=g).to(dtype).to(device)
@@ -105,7 +109,8 @@ def kv_right(kernel, k, v, k_cache, v_cache, slots):
     return torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
 
 def vast(numel, before=2**31, dtype=torch.float16):
-    "A flat tensor of `numel` elements with `before` more ahead of it, without the memory: an offset that wraps around in 32 bits lands there, on zeros"
+    """A flat tensor of `numel` elements with `before` more ahead of it, without the memory.
+    An offset that wraps around in 32 bits lands there, on zeros."""
     size = torch.empty((), dtype=dtype).element_size()
     ram = mmap.mmap(-1, (before + numel) * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                     | getattr(mmap, 'MAP_NORESERVE', 0x4000))

@@ -1,6 +1,7 @@
 """Bounds and races in Triton's interpreter. `with sanitized(): launch()` raises `Fault` at the first
-- lane of a load or store that is outside the tensor its pointer came from: beyond the ends, or in the gaps of a strided view;
-- place that one program of a launch writes and another reads or writes. The interpreter runs programs one after the other; a GPU does not;
+- lane of a load or store outside the tensor its pointer came from: beyond the ends, or in the gaps of a strided view;
+- place that one program of a launch writes and another reads or writes. The interpreter runs programs one after the
+  other; a GPU does not;
 - store of two different values to one place.
 A masked-off lane may point anywhere. Atomics are checked for bounds only."""
 import sys
@@ -27,7 +28,7 @@ class Log:
     def __init__(self): self.parts, self.at = [], None
 
     def index(self, addr):
-        "Places of addresses in `writer` and `reader`; made when the first program runs, since arguments may share a storage"
+        "Places of addresses in `writer` and `reader`; made when the first program runs: arguments may share a storage"
         if self.at is None:
             self.at = self.parts[0] if len(self.parts) == 1 else np.unique(np.concatenate(self.parts))
             self.writer, self.reader = np.zeros((2, len(self.at)), np.int32)
@@ -47,12 +48,14 @@ def touch(builder, kind, ptrs, mask, value=None):
     on = np.broadcast_to(True if mask is None else mask.data.astype(bool), ptrs.data.shape)
     addr = ptrs.data[on].astype(np.int64)
     if not addr.size: return
-    say = lambda what: Fault(f"{what}: {kind} of `{arg.name}` by program {tuple(map(int, builder.grid_idx))} in {line()}")
+    say = lambda what: Fault(f"{what}: {kind} of `{arg.name}` by program {tuple(map(int, builder.grid_idx))} "
+                             f"in {line()}")
     near = arg.at[np.searchsorted(arg.at, addr).clip(max=len(arg.at) - 1)] if len(arg.at) else 0
     bad = near != addr
     first = lambda: (addr[bad][0] - arg.start) // arg.item
     if bad.any():
-        raise say(f"{bad.sum()} of {bad.size} lanes out of bounds, the first {first()} elements from the start of {len(arg.at)}")
+        raise say(f"{bad.sum()} of {bad.size} lanes out of bounds, the first {first()} elements from the start "
+                  f"of {len(arg.at)}")
     if kind == 'atomic': return
     log, at, me = arg.log, arg.log.index(addr), 1 + int(np.ravel_multi_index(builder.grid_idx, builder.grid_dim))
     others = lambda who: (who != 0) & (who != me)

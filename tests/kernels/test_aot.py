@@ -20,7 +20,8 @@ def call(job, dtype):
     if plant == 'raise': raise ValueError('planted')
     if plant == 'warps': p._config = lambda G, BD: (128, 64, 1, 1)     # too few registers
     if plant == 'tile': d._config = lambda G, BD, dot: (16, 512, 8, 4) # too much shared memory
-    if plant == 'strides':                                             # 65 places a head: no two of them on one 16-byte grid
+    if plant == 'strides':\
+                                             # 65 places a head: no two of them on one 16-byte grid
         wide = lambda *shape: torch.empty(*shape, 65, dtype=dtype)[..., :64]
         cache, lens = wide(3, 16, 3), torch.ones(7, dtype=torch.int32)
         return d.paged_decode(wide(7, 9), cache, cache, lens[:, None], lens, .1, num_splits=1)

@@ -1,4 +1,5 @@
-"The whole engine on the Triton kernels, interpreted: chunks, preemption, prefix hits and recorded steps, token for token as the oracle"
+"""The whole engine on the Triton kernels, interpreted.
+Chunks, preemption, prefix hits and recorded steps, token for token as the oracle."""
 from types import SimpleNamespace
 import pytest, torch
 from cbatch import LLM
@@ -30,7 +31,7 @@ def test_equals_the_oracle(arch, how):
 
 @pytest.mark.parametrize('arch', ['llama', 'qwen3'])
 def test_prefix_hits(arch):
-    "The second time the prompts are found in the cache; answers that share blocks, and forks that copy one, are the same"
+    "The second time the prompts are found in the cache; answers that share blocks, and forks that copy one, are alike"
     lm = tiny_lm(arch)
     with engine(lm) as llm:
         first, again = answers(llm, 3), answers(llm, 3)
@@ -47,7 +48,7 @@ def test_window_and_soft_cap(arch):
             sp(4)).token_ids
 
 def test_recorded_steps():
-    "Through the buffers, the ladder and the rows for nobody of recorded steps; the recording itself is a plain call here"
+    "Through the buffers, the ladder and the rows for nobody of recorded steps; to record is a plain call here"
     lm = tiny_lm('llama')
     with engine(lm, num_blocks=7) as llm:
         replayed = []
@@ -90,7 +91,7 @@ def test_a_model_that_can_not_be_recorded(monkeypatch):
 
 @pytest.mark.parametrize('e', [torch.OutOfMemoryError(''), KeyboardInterrupt()], ids=['out of memory', 'Ctrl-C'])
 def test_a_recording_that_stops_half_way(monkeypatch, e):
-    "Out of memory at the second size: none is used. Interrupted there: the rest is recorded later. The answers are the oracle's"
+    "Out of memory at the second size: none is used. Interrupted there: the rest comes later. Answers are the oracle's"
     lm, runs = tiny_lm('llama'), []
     monkeypatch.setattr(triton_backend._log, 'warning', lambda *args: None)
     def record(run, pool):

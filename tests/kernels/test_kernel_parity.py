@@ -1,5 +1,6 @@
-"""The kernels against attention in float64, at odd shapes; interpreted, with bounds and races checked, or compiled where TRITON_INTERPRET=0 and a GPU is there.
-`-m slow` has the larger grid."""
+"""The kernels against attention in float64, at odd shapes.
+Interpreted, with bounds and races checked, or compiled where TRITON_INTERPRET=0 and a GPU is there. `-m slow` has the
+larger grid."""
 import itertools, math
 from contextlib import nullcontext
 from dataclasses import replace
