@@ -7,7 +7,7 @@ __all__ = ['Scores', 'Status', 'Code', 'Failure', 'Asked', 'Request', 'Scheduled
            'Plan', 'Logprob', 'StepOutput', 'StepRecord', 'RequestMetrics', 'CompletionOutput', 'RequestOutput']
 
 # %% ../nbs/01_core.ipynb #88784188
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import NamedTuple
 from fastcore.basics import patch
@@ -119,6 +119,12 @@ class Scheduled(NamedTuple):
     @property
     def num_tokens(self)->int: return self.stop - self.start + len(self.draft)
 
+    def half(self)->'Scheduled':
+        "Half of its tokens, and no guesses"
+        n = self.stop - self.start
+        if n == 1: return self._replace(draft=(), rows=min(self.rows, 1))
+        return self._replace(stop=self.start + n // 2, draft=(), rows=0)
+
 @dataclass
 class Padding:
     "Tokens computed for nobody"
@@ -213,6 +219,12 @@ class Plan:
     def num_padding(self)->int: return sum(p.num_tokens for p in self.padding)
     def __bool__(self)->bool:
         return bool(self.scheduled or self.padding or self.preempted or self.paused or self.expired)
+
+    def half(self)->'Plan':
+        "With half of its tokens, for a device that ran out of memory; the others come later"
+        shares = self.scheduled
+        some = shares[:len(shares) // 2] if len(shares) > 1 else [s.half() for s in shares]
+        return replace(self, padding=[], scheduled=some)
 
 # %% ../nbs/01_core.ipynb #86fe7097
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from threading import Thread, current_thread
 from time import perf_counter
 from typing import Any
-from .core import Asked, Code, Failure, Plan, Request, RequestOutput, Scheduled, StepOutput
+from .core import Asked, Code, Failure, Plan, Request, RequestOutput, StepOutput
 from .door import Door
 from .interrupts import undisturbed
 from .metrics import EngineCounters
@@ -183,8 +183,8 @@ def _request(self:Engine, asked:Asked, request_id:str, **more:Any)->Request:
 @patch
 def _queue(self:Engine, r:Request):
     answer = Answer(r, self.tokenizer)
+    self.scheduler.add(r)                # a policy's `key` may raise: then nothing has happened
     self.groups[r.group].append(answer)
-    self.scheduler.add(r)
     self.requests[r.request_id], self.num_added = answer, self.num_added + 1
     if self.trace: self.trace.arrived(r)
 
@@ -193,7 +193,11 @@ def _queue(self:Engine, r:Request):
 def _step(self:Engine)->list[Draft]:
     "One iteration; drafts of the requests that got something, or ended"
     start, lap = self.clock(), perf_counter()
-    plan = self.scheduler.schedule(start)
+    before = self.scheduler.plan
+    try: plan = self.scheduler.schedule(start)
+    except BaseException:                                 # a policy may raise anything, halfway
+        if (made := self.scheduler.plan) and made is not before: self._void(made, moved=False)
+        raise
     lap = self._lap('schedule', lap)
     if not plan: return []
     plan, out = self._try(plan)
@@ -221,17 +225,25 @@ def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as 
     self.moved = False
     try:
         try: return plan, self.execute(plan)
-        except torch.OutOfMemoryError: plan = self._half(plan)
+        except torch.OutOfMemoryError:
+            _log.warning("step %d ran out of memory: trying half of it", plan.step)
+            if torch.cuda.is_available(): torch.cuda.empty_cache()
+            plan = plan.half()
         return plan, self.execute(plan)
     except Exception as e:
         _log.exception("step %d failed", plan.step)
         plan, failure = self.scheduler.undo(plan, self.moved), Failure(Code.STEP, f"{type(e).__name__}: {e}")
         return plan, StepOutput(errors={s.request.request_id: failure for s in plan.scheduled})
     except BaseException:
-        plan = replace(self.scheduler.undo(plan, self.moved), scheduled=[])
-        if self.trace: self.trace.failed(plan)
-        self._tell(self._reports(plan, StepOutput(), self.clock())[0])    # their time is over all the same
+        self._void(plan, self.moved)
         raise
+
+@patch
+def _void(self:Engine, plan:Plan, moved:bool):
+    "A step will not happen; whose time is over hears of it all the same"
+    plan = replace(self.scheduler.undo(plan, moved), scheduled=[])
+    if self.trace: self.trace.failed(plan)
+    self._tell(self._reports(plan, StepOutput(), self.clock())[0])
 
 @patch
 def execute(self:Engine, plan:Plan)->StepOutput:
@@ -239,21 +251,6 @@ def execute(self:Engine, plan:Plan)->StepOutput:
     pending = self.runner.start(plan, self.moved)
     try: return self.runner.finish(plan, pending)
     finally: self.moved = self.moved or pending.moved      # a device may have moved them after `start`
-
-# %% ../nbs/30_engine.ipynb #6b564b96
-@patch
-def _half(self:Engine, plan:Plan)->Plan:
-    "The plan with half of its tokens, for a device that ran out of memory; the others come later"
-    _log.warning("step %d ran out of memory: trying half of it", plan.step)
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
-    shares = plan.scheduled
-    some = shares[:len(shares) // 2] if len(shares) > 1 else [_cut(s) for s in shares]
-    return replace(plan, padding=[], scheduled=some)
-
-def _cut(s:Scheduled)->Scheduled:
-    "Half of a share"
-    n = s.stop - s.start
-    return s._replace(draft=(), rows=min(s.rows, 1)) if n == 1 else s._replace(stop=s.start + n // 2, draft=(), rows=0)
 
 # %% ../nbs/30_engine.ipynb #db31b715
 @patch
@@ -325,6 +322,7 @@ def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only oth
     self._ours()
     before = self.scheduler.num_steps
     self._tell(self._step())
+    self.scheduler.raise_trouble()
     if self.scheduler.num_steps > before: return 0.
     if not self.requests: return None
     wake = self.scheduler.next_wakeup

@@ -26,8 +26,12 @@ class WaitingQueue:
         self.live:dict[str, tuple[Any, int, Request]] = {}
 
     def push(self, r:Request):
-        self.live[r.request_id] = entry = self.key(r), r.seq, r
-        heapq.heappush(self.heap, entry)
+        entry = self.key(r), r.seq, r
+        try: heapq.heappush(self.heap, entry)
+        except Exception:                                      # keys that don't compare: it is not in
+            self.heap = [e for e in self.heap if e is not entry]
+            raise
+        self.live[r.request_id] = entry
 
     def peek(self)->Request|None:
         "The first in line, or None"

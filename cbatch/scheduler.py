@@ -6,7 +6,7 @@
 __all__ = ['Turns', 'STUCK', 'Policy', 'Scheduler']
 
 # %% ../nbs/18_scheduler.ipynb #33ae53c9
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from fastcore.basics import patch
 from typing import Any, Literal
 from .core import (Asked, Decision, Failure, Kind, Padding, Plan, Reason, Request, Scheduled, Status, StepOutput,
@@ -27,11 +27,12 @@ STUCK = "requests wait, nothing can run and nothing will change: the policy must
 class Policy:
     "First come, first served; prefill and decode mixed, prompts in chunks; blocks as they are needed: vLLM's rules"
     name = 'vllm'
+    def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
     def key(self, r:Request)->Any: return r.age                       # who waits first in line
 
     def turns(self, s:'Scheduler', plan:Plan)->Turns:
         "Whose turn it is, one after the other"
-        for r in list(s.running):                             # oldest first
+        for r in list(s.running):                             # in the order in which they joined
             if r.status is _RUNNING: yield r                  # an older one may just have taken its blocks
         yield from s.line_of_waiting()
 
@@ -56,14 +57,17 @@ class Scheduler(Roster):
         self.policy = policy or Policy()
         super().__init__(config, blocks, self.policy.key, preemptor or Recompute())
         self.num_steps, self.num_plans = 0, 0
-        self.num_idle, self.num_refused, self.promised = 0, 0, 0     # of the plan that is being made
+        # of the plan that is being made
+        self.plan:Plan|None = None
+        self.num_idle, self.num_refused, self.num_asked, self.promised = 0, 0, 0, 0
+        self.trouble:Exception|None = None         # from `on_update`: raised before the next step is planned
         # its answer to `close`; False: not asked yet
         self.closed:Reason|None|Literal[False] = False
         self.next_wakeup:float|None = None         # s, when time alone changes an answer
         self.watermark = int(config.watermark * blocks.num_blocks)
 
     def line_of_running(self)->Turns:
-        "Those in the batch, oldest first; whoever has lost its memory meanwhile is passed over"
+        "Those in the batch, as they joined; whoever has lost its memory meanwhile is passed over"
         running = Status.RUNNING
         for r in list(self.running):
             if r.status is running: yield r
@@ -72,12 +76,48 @@ class Scheduler(Roster):
         "Those in the queue, in order, until one can't join"
         while (r := self.waiting.peek()) and not (yield r): pass
 
+# %% ../nbs/18_scheduler.ipynb #e2b9730d
+@patch
+def wrong(self:Scheduler, what:str)->ValueError: return ValueError(f"policy {self.policy.name}: {what}")
+
+@patch
+def raise_trouble(self:Scheduler):
+    "Raise what `on_update` raised, once"
+    e, self.trouble = self.trouble, None
+    if e: raise e
+
+@patch
+def _turns(self:Scheduler, plan:Plan)->Callable[[Reason|None], Request]:
+    "Ask the policy, and look at what it answers"
+    turns = self.policy.turns(self, plan)
+    if not isinstance(turns, Generator): raise self.wrong(f"turns gave {turns!r}, not a generator: it must `yield`")
+    return turns.send
+
+@patch
+def _share(self:Scheduler, r:Request, wanted:int, left:int)->int:
+    "Tokens that the policy gives to `r`"
+    n, most = self.policy.chunk(self, r, wanted, left), min(wanted, left)
+    if not isinstance(n, int) or n > most:
+        raise self.wrong(f"chunk gave {n!r} tokens to {r.request_id}: give a whole number, at most {most}")
+    return n
+
+@patch
+def _again(self:Scheduler, r:Request, why:Reason)->Reason:
+    "Tell why `r` gets nothing, but not for ever"
+    self.num_asked += 1
+    if self.num_asked > 1000 + 9 * (len(self.running) + len(self.waiting)):
+        raise self.wrong(f"asks for {r.request_id} and others again and again: `yield from` hands on the answers")
+    return why
+
+
 # %% ../nbs/18_scheduler.ipynb #b7286f53
 @patch
 def _begin(self:Scheduler, now:float)->Plan:
     "An empty plan, after those had to go whose time is over, or who were told to"
-    plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
-    self.num_plans, self.num_idle, self.num_refused, self.promised, self.closed = self.num_plans + 1, 0, 0, 0, False
+    self.plan = plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
+    self.num_idle, self.num_refused, self.num_asked, self.promised, self.closed = 0, 0, 0, 0, False
+    self.num_plans += 1
+    self.raise_trouble()
     self.expire(plan)
     for r in self.preemptor.forced(self, self.num_steps): self.preempt(r, plan, Why.FORCED)
     return plan
@@ -87,8 +127,11 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     "The plan, when everybody has had a turn"
     if self.num_refused and len(self.waiting) > self.num_refused:
         self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
-    plan.padding, plan.num_waiting = self.policy.padding(self, plan), len(self.waiting)
-    times = self.policy.wakeup(self, plan.now), self.deadlines[0][0] if self.deadlines else None
+    plan.padding, plan.num_waiting = self.policy.padding(self, plan) or [], len(self.waiting)
+    wakeup = self.policy.wakeup(self, plan.now)
+    if plan.padding and sum(p.num_tokens for p in plan.padding) > plan.left: raise self.wrong("padding over the budget")
+    if wakeup != wakeup: raise self.wrong("wakeup gave NaN")
+    times = wakeup, self.deadlines[0][0] if self.deadlines else None
     self.next_wakeup = min((t for t in times if t is not None), default=None)
     return plan
 
@@ -107,17 +150,19 @@ def schedule(self:Scheduler,
 )->Plan:          # empty when there is nothing to do now; then see `next_wakeup`
     "Decide the next step: ask the policy whose turn it is, and tell it how that went"
     plan, answer = self._begin(now), None
-    turn_of, chunk, give = self.policy.turns(self, plan).send, self.policy.chunk, plan.scheduled.append
+    turn_of, give = self._turns(plan), plan.scheduled.append
     block_size, turn, explain = self.blocks.block_size, self.num_plans, self.explain
     while True:
         try: r = turn_of(answer)
         except StopIteration: return self._conclude(plan)
-        if r.status is not _RUNNING: answer = self._admit(r, plan)
-        elif r.turn == turn: answer = _ASKED
+        try: runs = r.status is _RUNNING
+        except AttributeError: raise self.wrong(f"turns gave {r!r}, not a request") from None
+        if not runs: answer = self._admit(r, plan)
+        elif r.turn == turn: answer = self._again(r, _ASKED)
         else:
             r.turn, start, total = turn, r.num_computed_tokens, len(r.prompt_ids) + len(r.output_ids)
             n = total - start
-            if n > 1 or plan.left < 1: n = chunk(self, r, n, plan.left)       # of one token there is nothing to choose
+            if n > 1 or plan.left < 1: n = self._share(r, n, plan.left)       # of one token there is nothing to choose
             stop = start + n
             if n <= 0: answer = self._skip(r, plan)
             elif stop > len(r.block_table) * block_size and not self._make_room(r, stop, plan): answer = _MEMORY
@@ -153,11 +198,11 @@ def _make_room(self:Scheduler, r:Request, num_tokens:int, plan:Plan)->bool:
 @patch
 def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
     "The turn of a request in the queue: it joins the batch, or is told why not"
-    if r.status is Status.FINISHED: return _ENDED
+    if r.status is Status.FINISHED: return self._again(r, _ENDED)
     why = self._shut(plan)
     while not why:
         found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
-        n = self.policy.chunk(self, r, r.num_left - found.num_tokens, plan.left)
+        n = self._share(r, r.num_left - found.num_tokens, plan.left)
         if not (why := self._why_not(r, n, found, plan)): return self._join(r, n, found, plan)
         if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
         if not (idler := self.idler(r)): break
@@ -165,13 +210,16 @@ def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
         why = None                                    # look again: it may have held what was found
     self.num_refused += 1
     if r not in plan.preempted: self.note(plan, r, Kind.WAITS, *why)
-    return why
+    return self._again(r, why)
 
 @patch
 def _shut(self:Scheduler, plan:Plan)->Reason|None:
     "Why nobody may join, whoever it is"
     if plan.preempted: return _MEMORY
-    if self.closed is False: self.closed = self.policy.close(self, plan.now)
+    if self.closed is False:
+        self.closed = why = self.policy.close(self, plan.now)
+        if isinstance(why, str): self.closed = Reason(why)
+        elif not isinstance(why, (Reason, type(None))): raise self.wrong(f"close gave {why!r}, not a reason")
     return self.closed or (_FULL if len(self.running) >= self.config.max_num_seqs else None)
 
 # %% ../nbs/18_scheduler.ipynb #330abdda
@@ -248,7 +296,8 @@ def update(self:Scheduler,
             self.finish(r, reason, now)
             done.append(r)
             break
-    self.policy.on_update(self, plan, out)
+    try: self.policy.on_update(self, plan, out)
+    except Exception as e: self.trouble = e        # first everybody shall hear of the step
     return done
 
 # %% ../nbs/18_scheduler.ipynb #b0ee395c

@@ -189,13 +189,14 @@ def why(self:Trace,
 )->list[str]:       # lines of text, in order
     "What was decided about a request, and when"
     runs:list[list[Any]] = []
-    alive = False
+    alive = inside = False
     for rec in self.records:
         came = [t for r,_,t in rec.arrived if r == request_id]
         said = [str(d) for d in rec.decisions if d.request_id == request_id]
         if came: runs.append([rec.step, rec.step, f"arrived at {came[-1]:.3f} s"])
         alive = alive or bool(came or said)
-        if alive and not said: said = ["waits: behind the head of the queue"]
+        inside = (inside or request_id in rec.admitted) and request_id not in (*rec.preempted, *rec.paused)
+        if alive and not said: said = ["no turn in this step" if inside else "waits: behind the head of the queue"]
         ended = [f"finished: {why}" for r,why in rec.finished if r == request_id]
         for what in (said if any(s[0] == request_id for s in rec.scheduled) or not ended else []) + ended:
             if runs and runs[-1][2] == what: runs[-1][1] = rec.step

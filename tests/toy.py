@@ -90,6 +90,7 @@ class Crowd:
         r = Request(f'r{len(self.all)}', [rng.randrange(13) for _ in range(n)], SamplingParams(),
                     rng.randint(1, min(16, room - n)), self.now - rng.random() * self.late, len(self.all),
                     stop_ids=frozenset({0}))
+        if self.s.policy.refuses(self.s, r): return
         self.all.append(r); self.said[r] = []; self.s.add(r)
         self.bound = steps_left(self.live, self.cfg.max_num_batched_tokens)
 
