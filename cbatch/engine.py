@@ -167,7 +167,8 @@ def enter(self:Engine,
             first = first or r
             self._queue(r)
     except BaseException:
-        self.abort(name)                           # all or none
+        if self.groups[name]: self.abort(name)     # all or none
+        else: del self.groups[name]
         raise
     if sink: self.sinks[name] = sink
     return name

@@ -30,6 +30,7 @@ class WaitingQueue:
         try: heapq.heappush(self.heap, entry)
         except Exception:                                      # keys that don't compare: it is not in
             self.heap = [e for e in self.heap if e is not entry]
+            heapq.heapify(self.heap)
             raise
         self.live[r.request_id] = entry
 

@@ -4,7 +4,7 @@ One of them pauses requests: they leave the batch and keep their memory, as long
 import random
 import pytest
 from cbatch import CapacityError
-from cbatch.core import Code, Kind, Status, Why
+from cbatch.core import Code, Kind, Padding, Status, Why
 from cbatch.preemption import VICTIMS
 from cbatch.scheduler import Policy
 from ask import sp
@@ -219,3 +219,95 @@ def test_crowds(make, mode, start):
         except AssertionError as e: raise AssertionError(f'seed {seed}: {e}') from e
         for k in met: met[k] += getattr(w, k)
     assert all(n > 20 for k, n in met.items() if k != 'swapped' or mode == 'swap'), met
+
+# --- policies that are wrong
+
+class Deaf(Policy):
+    "Goes through the line without handing on the answers"
+    def turns(self, s, plan):
+        yield from s.line_of_running()
+        for r in s.line_of_waiting(): yield r
+
+class Nobody(Policy):
+    def turns(self, s, plan): yield None
+
+class Listed(Policy):
+    def turns(self, s, plan): return list(s.running)
+
+class Halves(Policy):
+    def chunk(self, s, r, wanted, left): return wanted / 2
+
+class Generous(Policy):
+    def chunk(self, s, r, wanted, left): return wanted + 1
+
+class Padded(Policy):
+    def padding(self, s, plan): return [Padding(99, 99)]
+
+class Sometime(Policy):
+    def wakeup(self, s, now): return float('nan')
+
+class Closed(Policy):
+    def close(self, s, now): return 5
+
+@pytest.mark.parametrize('make,words', [
+    (Deaf, 'again and again'), (Nobody, 'not a request'), (Listed, 'not a generator'), (Halves, 'whole number'),
+    (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'NaN'), (Closed, 'not a reason')])
+def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
+    "By its name, and nobody has lost anything: under a policy that is right all are served"
+    llm = engine(num_blocks=14, max_num_seqs=2, policy=make())
+    rids = [llm.add(p, sp()) for p in P[:4]]
+    with pytest.raises(ValueError, match=f'policy {make.__name__}: .*{words}'):
+        for _ in range(99): llm.step()
+    llm.check()
+    llm.scheduler.policy = Policy()
+    outs = {o.request_id: o for o in drain(llm).values()}
+    assert [outs[i].outputs[0].token_ids for i in rids] == [solo(tiny, p, sp()) for p in P[:4]]
+    quiet(llm)
+
+@pytest.mark.parametrize('mode', ['recompute', 'swap'])
+@pytest.mark.parametrize('when', ['preempted', 'swap_in', 'copies', 'admitted', 'expired', 'scheduled'])
+def test_a_policy_may_raise_halfway(engine, tiny, mode, when):
+    "Whatever was decided before: blocks are moved or taken back, tokens are the oracle's, who is late hears of it"
+    class Falls(Policy):
+        fallen = 0
+        def turns(self, s, plan):
+            yield from super().turns(s, plan)
+            if getattr(plan, when) and self.fallen < 5:
+                self.fallen += 1
+                raise ZeroDivisionError
+    llm = engine(num_blocks=10, max_num_seqs=3, policy=Falls(), preemption=mode)
+    rids = [llm.add(p, sp(n=2) if i == 1 else sp()) for i, p in enumerate(P[:4])]
+    late = llm.add(P[0], sp(), deadline=llm.clock() - 1)
+    outs, falls = {}, 0
+    while llm.has_unfinished or llm.unclaimed:
+        try:
+            for o in llm.step(): outs[o.request_id] = o
+        except ZeroDivisionError: falls += 1
+        llm.check()
+        outs |= {o.request_id: o for o in llm.take()}
+    assert falls == llm.scheduler.policy.fallen and (falls or when in ('preempted', 'swap_in', 'copies'))
+    assert outs[late].outputs[0].finish_reason == 'error'
+    for i, p in zip(rids, P): assert all(c.token_ids == solo(tiny, p, sp()) for c in outs[i].outputs), i
+    quiet(llm)
+
+def test_what_on_update_raises_comes_after_the_reports(engine, tiny):
+    class Fails(Policy):
+        def on_update(self, s, plan, out):
+            if any(r.finish_reason for r, *_ in plan.scheduled): raise ZeroDivisionError
+    llm = engine(policy=Fails())
+    rid = llm.add(P[0], sp())
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(99): llm.step()
+    out, = llm.take()
+    assert (out.request_id, out.outputs[0].token_ids) == (rid, solo(tiny, P[0], sp())) and not llm.has_unfinished
+    quiet(llm)
+
+def test_a_key_that_raises_lets_nobody_in(engine, tiny):
+    class Odd(Policy):
+        def key(self, r): return (1 if r.user is None else r.user, r.seq)
+    llm = engine(policy=Odd())
+    first = llm.add(P[0], sp())
+    with pytest.raises(TypeError): llm.add(P[1], sp(), user='a word among numbers')
+    llm.check()
+    assert drain(llm)[first].outputs[0].token_ids == solo(tiny, P[0], sp())
+    quiet(llm)
