@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 import pytest, torch
 from cbatch import CapacityError, LLM, SamplingParams
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
-from cbatch.core import Request, Status, StepOutput
-from cbatch.reports import Detokenizer
-from cbatch.reports import Draft
+from cbatch.core import Code, Failure, Request, Status, StepOutput
+from cbatch.reports import Answer, Detokenizer, Draft
 from cbatch.handover import Aside, Box, Desk, last_report
 from cbatch.model import tiny_lm
 from cbatch.token_loop import generate_ref
@@ -146,18 +145,18 @@ def test_how_an_answer_ends(engine, tiny):
 
 def test_the_loop_goes_on_during_a_step(engine):
     "The step waits for what only the loop can do, then a tokeniser does"
-    llm = engine(); gate, real, go = Gate(llm), llm.encode, threading.Event()
+    llm = engine(); gate, real, go = Gate(llm), llm.door.encode, threading.Event()
     async def main():
         async with serving(llm) as a:
             s = await a.add(P[0], sp()); await gate.inside(1)
             others = [await a.add('x' * 20, sp()) for _ in range(4)]      # come while a step runs
             gate.open()
             for x in [s, *others]: await read(x)
-            llm.encode = lambda p: (go.wait(20), real(p))[1]
+            llm.door.encode = lambda p: (go.wait(20), real(p))[1]
             t = asyncio.create_task(a.add('slow', sp()))
             await until(lambda: a.worker.desk.reserved)
             go.set(); await read(await t)
-            del llm.encode
+            del llm.door.encode
     asyncio.run(main())
 
 def test_one_call_a_step(engine):
@@ -298,19 +297,20 @@ def test_abort_wherever_it_stands(engine, tiny):
             run = await a.add(P[0], sp()); await gate.inside(1)
             other, chunked, waits = [await a.add(p, sp()) for p in (P[3], P[2], P[2])]
             for _ in range(3): await gate.step()
-            await until(lambda: 0 < chunked.box.request.num_computed_tokens < 20)
+            here = {s: llm.groups[s.request_id][0].request for s in (run, other, chunked)}
+            await until(lambda: 0 < here[chunked].num_computed_tokens < 20)
             assert await chunked.abort() and not await chunked.abort()
             assert await a.abort(waits.request_id) and not await a.abort(waits.request_id)
             await gate.step()
             assert not await a.abort('unknown')
-            while other.box.request.status is not Status.PREEMPTED: await gate.step()
+            while here[other].status is not Status.PREEMPTED: await gate.step()
             assert await other.abort()
             await gate.step()
             for s in (chunked, waits, other):
                 items = await read(s)
                 assert items[-1].outputs[0].finish_reason == 'abort' and not items[-1].error
                 assert not await s.abort() and not await a.abort(s.request_id)
-            while len(run.box.request.output_ids) < 11: await gate.step()
+            while len(here[run].output_ids) < 11: await gate.step()
             assert await run.abort()                      # in the very step in which it ends: too late
             gate.open()
             items = await read(run)
@@ -336,12 +336,12 @@ def test_whoever_leaves_takes_his_request_along(engine, tiny, how):
         async with serving(llm) as a:
             stay = await a.add(P[2], sp(max_tokens=40))
             if how == 'cancelled at the door':
-                real, gate = llm.encode, threading.Event()
-                llm.encode = lambda p: (gate.wait(20), real(p))[1]
+                real, gate = llm.door.encode, threading.Event()
+                llm.door.encode = lambda p: (gate.wait(20), real(p))[1]
                 tasks = [asyncio.create_task(a.add(p, sp())) for p in P * 2]
                 await until(lambda: a.worker.desk.reserved == 8)
                 for t in tasks: t.cancel()
-                gate.set(); del llm.encode
+                gate.set(); del llm.door.encode
             elif how == 'generate cancelled':
                 tasks = [asyncio.create_task(a.generate(p, sp(max_tokens=60))) for p in P * 2]
                 await until(lambda: a.worker.desk.sent == 9)
@@ -401,11 +401,11 @@ def test_a_reader_who_never_reads_is_cut_off(engine, tiny, limits, why):
 
 def test_a_box():
     b = Box(Request('r', [1], sp(), 12), 'me')
-    text = Detokenizer(None, sp()); text.score = 0.
+    answer = Answer(b.request, None)
     def draft(new, ids, status=Status.RUNNING):
         b.request.output_ids, b.request.status = ids, status
-        text.text += new
-        return Draft('r', [(b.request, text)])
+        answer.text.text += new
+        return Draft('r', [answer])
     assert b.take() is None
     assert b.put(draft('ab', [1]), 5.) and not b.put(draft('cé', [1, 2]), 6.) and (b.num_bytes, b.since) == (5, 5.)
     o = b.take()
@@ -677,8 +677,8 @@ def test_drain(engine, tiny):
     asyncio.run(main())
 
 def test_closed_while_a_prompt_becomes_tokens(engine):
-    llm = engine(); real, go = llm.encode, threading.Event()
-    llm.encode = lambda p: (go.wait(20), real(p))[1]
+    llm = engine(); real, go = llm.door.encode, threading.Event()
+    llm.door.encode = lambda p: (go.wait(20), real(p))[1]
     async def main():
         a = await AsyncLLM(llm).start()
         t = asyncio.create_task(a.add('slow', sp())); await until(lambda: a.worker.desk.reserved)
@@ -937,7 +937,7 @@ def test_a_last_report_by_whoever_comes_first(engine):
     r = llm.prepare(P[0], sp()); b = Box(r, 'me')
     llm.enter(r, lambda draft: b.put(draft, 0.))
     for _ in range(3): llm.step()
-    assert b.put(last_report(b, 'error', 'lost'), 1.) and not b.put(last_report(b, 'abort', None), 2.)
+    assert b.put(last_report(b, 'error', Failure(Code.ENGINE, 'lost')), 1.) and not b.put(last_report(b, 'abort', None), 2.)
     while llm.has_unfinished: llm.step()
     o = b.take()
     assert (o.finished, o.error, o.outputs[0].finish_reason, len(o.outputs[0].token_ids)) == (True, 'lost', 'error', 3)
@@ -950,7 +950,7 @@ def test_a_box_that_is_too_full(engine):
     assert b.excess(1e9, 1, .001) is None                   # nothing lies here, so nobody is late
     b.news, b.since, b.num_bytes = object(), 5., 10
     assert b.excess(6., 10, 1.) is None
-    assert 'cut off: 10 bytes' in b.excess(6., 9, 1.) and 'cut off: nothing' in b.excess(6.1, 10, 1.)
+    assert 'cut off: 10 bytes' in b.excess(6., 9, 1.).text and 'cut off: nothing' in b.excess(6.1, 10, 1.).text
 
 def test_the_desk(engine):
     "It wakes who waits, forgets who has ended, and lets a name be used again"

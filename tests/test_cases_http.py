@@ -25,7 +25,7 @@ def says(w, monkeypatch):
         def execute(plan):
             out = run(plan)
             for i in out.sampled:
-                r = w.llm.requests[i][0]
+                r = w.llm.requests[i].request
                 if (ids := told.get(tuple(r.prompt_ids))) is not None:
                     out.sampled[i] = [ids[len(r.output_ids)] if len(r.output_ids) < len(ids) else 256]
             return out

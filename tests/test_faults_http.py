@@ -176,7 +176,7 @@ def test_fault_12_logprobs(w):
     run, inf = w.llm.execute, float('-inf')
     def impossible(plan):
         out = run(plan)
-        for d in out.logprobs.values(): d[3] = Logprob(inf, 258)
+        for ds in out.logprobs.values(): ds[-1][3] = Logprob(inf, 258)
         return out
     w.llm.execute = impossible
     try:
@@ -392,10 +392,10 @@ def test_fault_25_an_exception_for_one(w, monkeypatch, where):
         monkeypatch.setattr(Detokenizer, 'push', lambda self, ids, last=False: 1 / 0 if self.p.seed == 666
                             and len(ids) == 3 else push(self, ids, last))
     else:
-        import cbatch.ragged_batch as rb
-        sample = rb.sample
-        monkeypatch.setattr(rb, 'sample', lambda logits, states, *a: 1 / 0 if any(s.params.seed == 666 for s in states)
-                            else sample(logits, states, *a))
+        import cbatch.runner as runner
+        sample = runner.sample
+        def fails(logits, states, *a): return 1 / 0 if any(s.params.seed == 666 for s in states) else sample(logits, states, *a)
+        monkeypatch.setattr(runner, 'sample', fails)
     mate, t = [], threading.Thread(target=lambda: mate.append(w.complete(max_tokens=20)))
     w.slow(.005); t.start()
     e = refused(w.complete(seed=666), 500, code='engine_error')

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from cbatch.core import CompletionOutput, Logprob, RequestOutput
-from cbatch.params import CapacityError, SamplingParams
+from cbatch.core import Code, CompletionOutput, Failure, Logprob, RequestOutput
+from cbatch.params import CapacityError, ParamError, SamplingParams
 from cbatch.answers import Chunks, Head, failure, frame
 from cbatch.openapi import document, schema
 from cbatch.protocol import API_FIELDS, APIS, READERS, fields_of, fitted, read_fields, read_request, refusal, unknown
@@ -122,12 +122,11 @@ def test_sanitised(said):
     assert not any(s in text for s in ('joe', 'dead', 'Traceback', '\n')) and len(text) <= 300
 
 def test_what_the_engine_refuses_names_its_field():
-    assert (refusal(CapacityError('too long'), 'messages').param,
-            refusal(CapacityError('too long'), 'messages').code) == ('messages',
-            'context_length_exceeded')
-    assert refusal(ValueError('bad_words: 2000 tokens'),
-                   'prompt').param == 'bad_words' and refusal(ValueError('whatever'), 'prompt').param == 'prompt'
-    assert refusal(ValueError('200 entries of bad_words: at most 128'), 'prompt').param == 'bad_words'
+    long = refusal(CapacityError('prompt', 'too long'), 'messages')
+    assert (long.param, long.code) == ('messages', 'context_length_exceeded')
+    assert refusal(ParamError('bad_words', '2000 tokens'), 'prompt').param == 'bad_words'
+    assert refusal(ParamError('max_model_len', 'of the engine alone'), 'prompt').param == 'prompt'
+    assert refusal(ValueError('bad_words: in words only'), 'prompt').param == 'prompt'
 
 @pytest.mark.parametrize('s,want', [(0., '1'), (.2, '1'), (3.4, '4'), (1e9, '120')])
 def test_retry_after_is_what_the_client_obeys(s, want):
@@ -202,21 +201,18 @@ def test_cached_tokens_only_for_those_who_brought_a_salt():
     assert 'prompt_tokens_details' not in head().whole([out], [''])['usage']
     assert head(cache_salt='s').whole([out], [''])['usage']['prompt_tokens_details'] == dict(cached_tokens=8)
 
-@pytest.mark.parametrize('error,reason,status,code', [(None, 'stop', None, None),
-                                                      ('the model gave NaN or infinite logits', 'error', 500,
-                                                       'nan_logits'),
-                                                      ('deadline of 5 s has passed', 'error', 408, 'timeout'),
-    (None, 'abort', 503, 'aborted'), ('RuntimeError: instant inference failed', 'error', 500, 'engine_error'),
-                                                      ('no token is left: the options forbid all',
-            'error', 400, 'no_token_left'), ('cut off: 5 bytes', 'abort', 408, 'slow_reader'),
-    *((f'RuntimeError: {x}', 'error', 500, 'engine_error') for x in ('timeout of a kernel', 'abort', 'NaN',
-        'deadline of 3 s', 'cut off', 'no token is left'))])
-def test_failures(error, reason, status, code):
-    e = failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], reason)], True, error=error))
-    assert (e and e.status, e and e.code) == (status, code) and (e is None or 'instant' not in e.message)
+TOLD = {None: (503, 'aborted'), Code.NAN_LOGITS: (500, 'nan_logits'), Code.NO_TOKEN_LEFT: (400, 'no_token_left'),
+        Code.DEADLINE: (408, 'timeout'), Code.SLOW_READER: (408, 'slow_reader'),
+        **{c: (500, 'engine_error') for c in (Code.STEP, Code.SAMPLING, Code.TEXT, Code.ENGINE)}}
 
-def test_failures_know_what_the_sampler_says():
-    from cbatch.sampling import WHY
-    codes = [failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], 'error')], True, error=e)).code
-             for e in WHY[1:]]
-    assert codes == ['no_token_left', 'nan_logits']
+@pytest.mark.parametrize('words', ['timeout of a kernel', 'abort', 'NaN', 'deadline of 3 s', 'cut off', 'instant'])
+@pytest.mark.parametrize('code', [*Code, None])
+def test_failures(code, words):
+    "The code says what a client is told, whatever the words are"
+    fault, reason = Failure(code, words) if code else None, 'error' if code else 'abort'
+    e = failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], reason)], True, failure=fault))
+    assert (e.status, e.code) == TOLD[code] and words not in e.message
+
+@pytest.mark.parametrize('reason', ['stop', 'length'])
+def test_no_failure(reason):
+    assert failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], reason)], True)) is None
