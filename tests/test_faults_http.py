@@ -394,7 +394,8 @@ def test_fault_25_an_exception_for_one(w, monkeypatch, where):
     else:
         import cbatch.runner as runner
         sample = runner.sample
-        def fails(logits, states, *a): return 1 / 0 if any(s.params.seed == 666 for s in states) else sample(logits, states, *a)
+        def fails(logits, states, *a):
+            return 1 / 0 if any(s.params.seed == 666 for s in states) else sample(logits, states, *a)
         monkeypatch.setattr(runner, 'sample', fails)
     mate, t = [], threading.Thread(target=lambda: mate.append(w.complete(max_tokens=20)))
     w.slow(.005); t.start()
