@@ -114,7 +114,8 @@ def bench_serve(
 # %% ../nbs/49_bench.ipynb #0996d038
 def _sampled(requests:Iterable[Request])->dict[str, list[int]]:
     "What the model brought: a token for each of these"
-    return {r.request_id: [1] for r in requests}
+    token = [1]                    # one for all: a list each, made for all steps ahead, would be the collector's work
+    return {r.request_id: token for r in requests}
 
 def _step(s:Scheduler, sampled:dict[str, list[int]]|None=None)->Plan:
     "Decide a step and take over what came of it"

@@ -6,6 +6,7 @@
 __all__ = ['Turns', 'STUCK', 'Policy', 'Scheduler']
 
 # %% ../nbs/18_scheduler.ipynb #33ae53c9
+import math
 from collections.abc import Callable, Generator
 from fastcore.basics import patch
 from typing import Any, Literal
@@ -90,8 +91,8 @@ def raise_trouble(self:Scheduler):
 def _turns(self:Scheduler, plan:Plan)->Callable[[Reason|None], Request]:
     "Ask the policy, and look at what it answers"
     turns = self.policy.turns(self, plan)
-    if not isinstance(turns, Generator): raise self.wrong(f"turns gave {turns!r}, not a generator: it must `yield`")
-    return turns.send
+    try: return turns.send
+    except AttributeError: raise self.wrong(f"turns gave {turns!r}, not a generator: it must `yield`") from None
 
 @patch
 def _share(self:Scheduler, r:Request, wanted:int, left:int)->int:
@@ -117,7 +118,7 @@ def _begin(self:Scheduler, now:float)->Plan:
     self.plan = plan = Plan(self.num_steps, now, left=self.config.max_num_batched_tokens)
     self.num_idle, self.num_refused, self.num_asked, self.promised, self.closed = 0, 0, 0, 0, False
     self.num_plans += 1
-    self.raise_trouble()
+    if self.trouble: self.raise_trouble()
     self.expire(plan)
     for r in self.preemptor.forced(self, self.num_steps): self.preempt(r, plan, Why.FORCED)
     return plan
@@ -131,8 +132,8 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     wakeup = self.policy.wakeup(self, plan.now)
     if plan.padding and sum(p.num_tokens for p in plan.padding) > plan.left: raise self.wrong("padding over the budget")
     if wakeup != wakeup: raise self.wrong("wakeup gave NaN")
-    times = wakeup, self.deadlines[0][0] if self.deadlines else None
-    self.next_wakeup = min((t for t in times if t is not None), default=None)
+    self.next_wakeup = wakeup
+    if self.deadlines: self.next_wakeup = min(self.deadlines[0][0], math.inf if wakeup is None else wakeup)
     return plan
 
 @patch
