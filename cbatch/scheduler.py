@@ -137,10 +137,10 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     return plan
 
 @patch
-def _skip(self:Scheduler, r:Request, plan:Plan)->Reason:
+def _skip(self:Scheduler, r:Request, plan:Plan, kind:Kind=Kind.WAITS)->Reason:
     "No tokens are left for `r` in this step"
     self.num_idle += 1
-    self.note(plan, r, Kind.WAITS, Why.BUDGET)
+    self.note(plan, r, kind, Why.BUDGET)
     self.promised += self.blocks.blocks_short(r, r.num_tokens)
     return _BUDGET
 
@@ -264,10 +264,7 @@ def _join(self:Scheduler, r:Request, n:int, found:Found, plan:Plan):
         plan.scheduled.append(Scheduled(r, start, start + n, (), 1 if start + n == total else 0))
         plan.left -= n
         self._given(r, start, start + n, total, plan, kind)
-    else:
-        self.num_idle += 1
-        self.note(plan, r, kind, Why.BUDGET)
-        self.promised += self.blocks.blocks_short(r, total)
+    else: self._skip(r, plan, kind)
 
 # %% ../nbs/18_scheduler.ipynb #1217bc45
 @patch

@@ -6,9 +6,7 @@
 __all__ = ['harmless', 'fit_columns', 'Screen', 'paint', 'Live']
 
 # %% ../nbs/51_screen.ipynb #01cc0a70
-import os, re, shutil, sys, unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os, shutil, sys, unicodedata
 from itertools import groupby
 from typing import Any, TextIO
 from fastcore.basics import patch

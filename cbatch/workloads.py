@@ -9,7 +9,7 @@ __all__ = ['WORKLOADS', 'PIECE', 'batch_steps', 'WorkItem', 'Workload', 'lognorm
 # %% ../nbs/32_workloads.ipynb #00d76ec6
 import csv, heapq, json, math
 import numpy as np
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Iterable, Iterator
