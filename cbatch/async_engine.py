@@ -9,6 +9,7 @@ __all__ = ['RETRY_S', 'Overloaded', 'Unavailable', 'AsyncLLM', 'Stream']
 import asyncio, weakref
 from collections.abc import Callable, Iterable
 from fastcore.basics import patch
+from os import getpid
 from typing import Any, NoReturn
 from .core import Asked, RequestOutput, StepRecord
 from .handover import Box, for_future
@@ -78,9 +79,12 @@ def records(self:AsyncLLM,
 # %% ../nbs/35_async_engine.ipynb #f68ee49e
 @patch
 def check_loop(self:AsyncLLM):
-    "Raise unless this is the event loop on which it was started"
+    "Raise unless this is the event loop on which it was started, and the process"
     started, here = self.worker.desk.loop, asyncio.get_running_loop()
-    if started is None or started is here: return
+    if started is None: return
+    if self.worker.pid != getpid():
+        raise Unavailable("this AsyncLLM runs in the process that was forked: make a new one", 'dead', RETRY_S['dead'])
+    if started is here: return
     if started.is_closed():
         raise Unavailable("the event loop of this AsyncLLM is closed: make a new one", 'dead', RETRY_S['dead'])
     raise RuntimeError("this AsyncLLM was started on another event loop")
@@ -91,7 +95,7 @@ async def start(self:AsyncLLM)->'AsyncLLM':
     w = self.worker
     if w.desk.loop is None:
         if w.stop_at is not None: self.ensure_ready()       # closed before it began
-        w.desk.loop = asyncio.get_running_loop()
+        w.desk.loop, w.pid = asyncio.get_running_loop(), getpid()
         w.start()
     self.check_loop()
     await w.desk.ready.wait()
@@ -112,7 +116,7 @@ def ensure_ready(self:AsyncLLM)->LLM:
 
 @patch
 def _refuse(self:AsyncLLM, exc:RuntimeError, reason:str)->NoReturn:
-    for o in self.observers: o.refused(reason)
+    self.worker.tell('refused', reason)
     raise exc
 
 # %% ../nbs/35_async_engine.ipynb #dc085eef
@@ -143,6 +147,7 @@ async def __aexit__(self:AsyncLLM, *exc): await self.close()
 @patch
 async def off_loop(self:AsyncLLM, f:Callable[..., Any], *args, **kw)->Any:
     "What `f` returns, done away from the event loop and from the engine; `Unavailable` if the engine ends meanwhile"
+    self.check_loop()
     try: return await self.worker.aside.do(f, *args, **kw)
     except RuntimeError:
         if self.worker.shared.over: self.ensure_ready()

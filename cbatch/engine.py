@@ -7,25 +7,27 @@ __all__ = ['Engine']
 
 # %% ../nbs/30_engine.ipynb #0321f57d
 import gc, logging, math, time, torch, warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from fastcore.basics import patch
+from os import getpid
 from threading import Thread, current_thread
 from time import perf_counter
 from typing import Any
-from .core import Asked, Code, Failure, Plan, Request, RequestOutput, StepOutput
+from .core import Asked, Code, Plan, Request, RequestOutput, StepOutput, failure_of, is_for_all
 from .door import Door
-from .interrupts import undisturbed
+from .interrupts import BUSY, alone
 from .metrics import EngineCounters
 from .model import CausalLM
 from .params import EngineConfig, ParamError, SamplingParams
 from .policies import get_policy
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
-from .reports import Answer, Draft
+from .reports import Answer, Draft, Outbox
 from .runner import Executor, ModelRunner, Sampler, pool_blocks
 from .sampling import uniform
-from .scheduler import Scheduler
+from .scheduler import STUCK, Scheduler
 from .trace import Trace
 
 # %% ../nbs/30_engine.ipynb #cc44a63c
@@ -47,6 +49,7 @@ class Engine:
             raise ParamError('max_model_len', f"max_model_len={config.max_model_len}: {have}")
         self.config, self.model, self.tokenizer = config, model, model.tokenizer
         self.clock, self.sleep = time.monotonic, time.sleep
+        self.pid, self.inside = getpid(), False    # whose it is; is a step, or another change, under way?
         self.driver:Thread|None = None             # the only thread that may, if there is one
         self.num_blocks = pool_blocks(model, config) if runner is None else runner.num_blocks
         self.max_model_len = self._longest()
@@ -57,8 +60,9 @@ class Engine:
         self.scheduler.explain = self.trace is not None
         self.requests:dict[str, Answer] = {}               # by internal id: those who are here
         self.groups:dict[str, list[Answer]] = {}           # by the id that its caller knows: the answers to one prompt
-        self.sinks:dict[str, Callable[[Draft], Any]] = {}  # who gets the reports of whom
-        self.unclaimed:list[RequestOutput] = []            # reports that nobody has taken yet
+        self.outbox = Outbox()
+        self.sinks, self.unclaimed = self.outbox.sinks, self.outbox.unclaimed
+        self.leaving:deque[tuple[str, Any]] = deque()      # ids and sinks of those who left in the middle of a step
         self.counters, self.num_added, self.moved = EngineCounters(), 0, False
         self.spent = dict.fromkeys(('schedule', 'update', 'text', 'trace'), 0.)   # s, over all steps
         if config.warmup: self.runner.executor.warm_up(lambda xs: _bar(xs, 'warm-up'))
@@ -104,14 +108,16 @@ def _scheduler(self:Engine, policy)->Scheduler:
 # %% ../nbs/30_engine.ipynb #98942c0e
 @patch
 def ensure_open(self:Engine):
-    "Refuse to go on after `close`"
+    "Refuse to go on after `close`, or in a process that was forked off"
     if self.model is None: raise ValueError("this LLM is closed: make a new one")
+    if getpid() != self.pid:
+        raise ValueError(f"this LLM belongs to process {self.pid}, which was forked: make one here, or spawn, not fork")
 
 @patch
-def _ours(self:Engine):
+def ensure_ours(self:Engine):
     "Refuse a second thread while one drives this engine"
-    if self.driver not in (None, current_thread()) and self.driver.is_alive():
-        raise ValueError("another thread drives this LLM (an AsyncLLM?): ask that one, or close it first")
+    self.ensure_open()
+    if self.driver not in (None, current_thread()) and self.driver.is_alive(): raise ValueError(BUSY)
 
 @patch(as_prop=True)
 def num_free_blocks(self:Engine)->int: return self.scheduler.blocks.num_free_blocks
@@ -150,12 +156,12 @@ def add(self:Engine,
 
 # %% ../nbs/30_engine.ipynb #fe2d24a5
 @patch
+@alone
 def enter(self:Engine,
     asked:Asked, # from `prepare`
     sink:Callable[[Draft], Any]|None=None, # gets each `Draft` of it, in the step that made it; None: `take` has them
 )->str:          # the request's id
     "Queue what was looked at, once for each answer that it wants; to be called between two steps"
-    self._ours()
     name, n, seq = asked.request_id or f'r{self.num_added}', asked.params.n, self.num_added
     while name in self.groups: name += "'"         # somebody chose our next name for himself
     seed = int(uniform([self.config.seed], [seq])[0] * 2 ** 53) if asked.params.seed is None else asked.params.seed
@@ -167,7 +173,7 @@ def enter(self:Engine,
             first = first or r
             self._queue(r)
     except BaseException:
-        if self.groups[name]: self.abort(name)     # all or none
+        if self.groups[name]: self._let_go(name)   # all or none
         else: del self.groups[name]
         raise
     if sink: self.sinks[name] = sink
@@ -231,13 +237,13 @@ def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as 
             if torch.cuda.is_available(): torch.cuda.empty_cache()
             plan = plan.half()
         return plan, self.execute(plan)
-    except Exception as e:
+    except BaseException as e:
+        if is_for_all(e):
+            self._void(plan, self.moved)
+            raise
         _log.exception("step %d failed", plan.step)
-        plan, failure = self.scheduler.undo(plan, self.moved), Failure(Code.STEP, f"{type(e).__name__}: {e}")
+        plan, failure = self.scheduler.undo(plan, self.moved), failure_of(Code.STEP, e)
         return plan, StepOutput(errors={s.request.request_id: failure for s in plan.scheduled})
-    except BaseException:
-        self._void(plan, self.moved)
-        raise
 
 @patch
 def _void(self:Engine, plan:Plan, moved:bool):
@@ -273,7 +279,7 @@ def _read(self:Engine, answer:Answer, now:float)->bool: # did that end it?
     "Turn the newest tokens of an answer into text; a stop string ends it, and so does an exception"
     r, over = answer.request, answer.done
     try: hit = answer.text.push(r.output_ids, last=over)
-    except Exception as e: hit, r.failure = False, Failure(Code.TEXT, f"{type(e).__name__}: {e}")
+    except BaseException as e: hit, r.failure = False, failure_of(Code.TEXT, e)
     if not (hit or r.failure): return False
     if not over: self.scheduler.finish(r, 'stop', now)
     r.finish_reason = 'error' if r.failure else 'stop'
@@ -302,25 +308,44 @@ def abort(self:Engine,
     request_id:str,
 )->bool: # False if there is no such request (any more)
     "End a request now; its blocks are free at once"
-    if request_id not in self.groups: return False
-    self._ours()
-    for a in self.groups[request_id]:
+    return request_id in self.groups and self._abort(request_id)
+
+@patch
+@alone
+def _abort(self:Engine, request_id:str)->bool: return self._let_go(request_id)
+
+@patch
+def _let_go(self:Engine, *groups:str)->bool: # False if none of them is here
+    "End requests; their sinks hear of it"
+    last = [self._gone(g) for g in groups if g in self.groups]
+    self._tell([draft for draft in last if draft.request_id in self.sinks])
+    return bool(last)
+
+@patch
+def dismiss(self:Engine, group:str, sink:Any):
+    "End a request without a word, if it is still this sink's; others may have its id by now"
+    if self.sinks.get(group) == sink:
+        del self.sinks[group]
+        self._let_go(group)
+
+@patch
+def _gone(self:Engine, group:str)->Draft:
+    "End a request; its last report"
+    for a in self.groups[group]:
         if a.done: continue
         self.scheduler.abort(a.request, self.clock())
         if self.trace: self.trace.aborted(a.request)
         self._leave(a.request)
         try: a.text.push(a.request.output_ids, last=True)          # what was held back
-        except Exception as e: a.request.failure = Failure(Code.TEXT, f"{type(e).__name__}: {e}")
-    draft, sink = self._report(request_id), self.sinks.get(request_id)
-    if sink: sink(draft)
-    return True
+        except BaseException as e: a.request.failure = failure_of(Code.TEXT, e)
+    return self._report(group)
 
 # %% ../nbs/30_engine.ipynb #c0874a5d
 @patch
+@alone
 def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only others can help; None: nobody is here
     "Run a step, if one can run now; for loops that drive the engine. Reports go to their sinks, others to `take`"
-    self.ensure_open()
-    self._ours()
+    while self.leaving: self.dismiss(*self.leaving.popleft())
     before = self.scheduler.num_steps
     self._tell(self._step())
     self.scheduler.raise_trouble()
@@ -332,49 +357,21 @@ def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only oth
 # %% ../nbs/30_engine.ipynb #6bdd6729
 @patch
 def _tell(self:Engine, drafts:list[Draft]):
-    "Hand reports to those who asked for them"
-    for draft in drafts:
-        sink = self.sinks.get(draft.request_id)
-        if sink: sink(draft)
-        else: self._keep(draft.output())
-
-@patch
-def _keep(self:Engine, o:RequestOutput):
-    "Keep an output until somebody takes it, joined with one that is there already"
-    i = next((i for i, u in enumerate(self.unclaimed) if u.request_id == o.request_id and not u.finished), None)
-    if i is None: return self.unclaimed.append(o)
-    for new, old in zip(o.outputs, self.unclaimed[i].outputs): new.delta = old.delta + new.delta
-    self.unclaimed[i] = o
+    "Hand reports on. A sink that raises loses its request, and is heard when all have been told"
+    if failed := self.outbox.put(drafts):
+        self._let_go(*failed)
+        raise next(iter(failed.values()))
 
 @patch
 def take(self:Engine)->list[RequestOutput]:
     "Reports that nobody has taken yet"
-    out, self.unclaimed = self.unclaimed, []
-    return out
+    return self.outbox.take()
 
 @patch
 def step(self:Engine)->list[RequestOutput]: # one per request that has news
-    "Run one step, if there is something to do now, and report what came of it"
-    with undisturbed(): self.turn()
+    "Run one step, if there is something to do now, and report what came of it; `RuntimeError` if there never will be"
+    if self.turn() == math.inf and not self.unclaimed: raise RuntimeError(STUCK)
     return self.take()
-
-# %% ../nbs/30_engine.ipynb #22e8b307
-@patch(as_prop=True)
-def kv_bytes(self:Engine)->int:
-    "Size of the KV pool, the null block included"
-    self.ensure_open()
-    return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
-
-@patch(as_prop=True)
-def metrics(self:Engine)->dict[str, Any]:
-    "Counters since the engine was made, gauges of now, and where the time of its steps went"
-    self.ensure_open()
-    s, b, spent = self.scheduler, self.scheduler.blocks, {**self.spent, **self.runner.spent}
-    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=b.num_blocks,
-               num_free_blocks=b.num_free_blocks)
-    rate = b.num_hit / b.num_asked if b.num_asked else 0.
-    found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
-    return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
 # %% ../nbs/30_engine.ipynb #82208f03
 @patch
@@ -390,9 +387,14 @@ def check(self:Engine):
 @patch
 def close(self:Engine):
     "Abort what runs and give back model and memory; once or ten times is the same"
-    if self.model is None: return
-    for i in list(self.groups): self.abort(i)
+    if self.model is not None: self._close()
+
+@patch
+@alone
+def _close(self:Engine):
     cuda = torch.device(self.model.device).type == 'cuda'
-    self.model = self.runner = self.tokenizer = self.door.tokenizer = None
-    gc.collect()
-    if cuda: torch.cuda.empty_cache()
+    try: self._let_go(*self.groups)
+    finally:
+        self.model = self.runner = self.tokenizer = self.door.tokenizer = None
+        gc.collect()
+        if cuda: torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Any
-from .core import Asked, Code, Failure, Request, RequestOutput
+from .core import Asked, Code, Failure, Request, RequestOutput, in_words
 from .reports import Answer, Draft
 
 # %% ../nbs/33_handover.ipynb #1afdccdf
@@ -135,9 +135,11 @@ class Desk:
 
 # %% ../nbs/33_handover.ipynb #030cdb1c
 def for_future(f:Callable[..., Any], *args, **kw)->Any:
-    "Call `f`; a `StopIteration`, which no future can hold, becomes a `RuntimeError`"
+    "Call `f`; a `StopIteration`, or what is no `Exception`, becomes a `RuntimeError`"
     try: return f(*args, **kw)
-    except StopIteration as e: raise RuntimeError("StopIteration") from e
+    except BaseException as e:
+        if isinstance(e, Exception) and not isinstance(e, StopIteration): raise
+        raise RuntimeError(in_words(e)) from e
 
 class Aside:
     "One thread for work that would hold up the event loop and the engine alike; one piece at a time"

@@ -9,11 +9,12 @@ __all__ = ['LLM']
 import math, numbers
 from collections.abc import Iterator
 from fastcore.basics import patch
+from threading import Thread, current_thread
 from transformers import PreTrainedModel
 from typing import Any
 from .core import Asked, RequestOutput
 from .engine import Engine
-from .interrupts import undisturbed
+from .interrupts import alone, undisturbed
 from .loading import load_model
 from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams
@@ -83,6 +84,24 @@ def encode(self:LLM,
     self.ensure_open()
     return self.door.encode(prompt)
 
+# %% ../nbs/31_llm.ipynb #c8b5930b
+@patch(as_prop=True)
+def kv_bytes(self:LLM)->int:
+    "Size of the KV pool, the null block included"
+    self.ensure_open()
+    return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
+
+@patch(as_prop=True)
+def metrics(self:LLM)->dict[str, Any]:
+    "Counters since the engine was made, gauges of now, and where the time of its steps went"
+    self.ensure_open()
+    s, b, spent = self.scheduler, self.scheduler.blocks, {**self.spent, **self.runner.spent}
+    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=b.num_blocks,
+               num_free_blocks=b.num_free_blocks)
+    rate = b.num_hit / b.num_asked if b.num_asked else 0.
+    found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
+    return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
+
 # %% ../nbs/31_llm.ipynb #e322d1db
 @patch
 def _pump(self:LLM):
@@ -90,6 +109,13 @@ def _pump(self:LLM):
     wait = self.turn()
     if wait == math.inf: raise RuntimeError(STUCK)
     if wait: self.sleep(min(.1, wait))    # in slices, to notice Ctrl-C
+
+@patch
+@alone
+def claim(self:LLM)->Thread|None: # who had the last word before
+    "From now on only the thread that calls this may change the engine, until `driver` is set back"
+    before, self.driver = self.driver, current_thread()
+    return before
 
 @patch
 def generate(self:LLM,
@@ -100,15 +126,20 @@ def generate(self:LLM,
     "Answer all prompts; `ValueError` before anything starts, `RequestFailed` if one could not be computed"
     self.ensure_open()
     asked, done, entered = self._asked(prompts, params), dict[str, RequestOutput](), list[str]()
-    with self._progress(len(asked), use_tqdm) as bar, undisturbed() as pressed:
+    with self._progress(len(asked), use_tqdm) as bar, undisturbed() as held:
         def sink(o:Draft):
             if not o.finished: return
             done[o.request_id] = o.output()
             bar.update()
+        before = self.claim()
         try:
             for a in asked: entered.append(self.enter(a, sink))
-            while len(done) < len(asked) and not pressed: self._pump()
-        finally: self._drop(entered, sink)
+            while len(done) < len(asked):
+                self._pump()
+                held.deliver()         # between two steps all is whole
+        finally:
+            self._drop(entered, sink)
+            self.driver = before
     outs = [done[i] for i in entered]
     for o in outs:
         if o.failure: raise RequestFailed(f"{o.request_id}: {o.error}")
@@ -135,11 +166,14 @@ def _progress(self:LLM, n:int, show:bool):
 
 @patch
 def _drop(self:LLM, ids:list[str], sink:Any):
-    "Let requests leave that are still here, and their sinks; others may have their ids by now"
-    for i in ids:
-        if self.sinks.get(i) == sink:
-            self.abort(i)
-            del self.sinks[i]
+    "Let requests leave that are still here; in the middle of a step, when it is over"
+    try: self._drop_now(ids, sink)
+    except ValueError: self.leaving.extend((i, sink) for i in ids)
+
+@patch
+@alone
+def _drop_now(self:LLM, ids:list[str], sink:Any):
+    for i in ids: self.dismiss(i, sink)
 
 # %% ../nbs/31_llm.ipynb #9eb1364a
 @patch
@@ -161,10 +195,8 @@ def _stream(self:LLM, asked:Asked)->Iterator[str]:
     try:
         with undisturbed(): entered.append(self.enter(asked, sink))
         while True:
-            while not news:
-                with undisturbed(): self._pump()
+            while not news: self._pump()
             o = news.pop(0).output()
-            if o.finished: self._drop(entered, sink)
             if o.outputs[0].delta: yield o.outputs[0].delta
             if o.failure: raise RequestFailed(f"{o.request_id}: {o.error}")
             if o.finished: return

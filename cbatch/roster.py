@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fastcore.basics import patch
 from typing import Any
-from .core import Code, Decision, Failure, Kind, Plan, Request, Status, Why
+from .core import Code, Decision, Failure, Kind, Plan, Request, Status, Why, failure_of, is_for_all
 from .kv_blocks import BlockManager
 from .params import EngineConfig
 
@@ -28,11 +28,13 @@ class WaitingQueue:
     def push(self, r:Request):
         entry = self.key(r), r.seq, r
         try: heapq.heappush(self.heap, entry)
-        except Exception:                                      # keys that don't compare: it is not in
+        except BaseException:                                  # keys that don't compare: it is not in
             self.heap = [e for e in self.heap if e is not entry]
             heapq.heapify(self.heap)
             raise
         self.live[r.request_id] = entry
+
+    def __contains__(self, r:Request)->bool: return (e := self.live.get(r.request_id)) is not None and e[2] is r
 
     def peek(self)->Request|None:
         "The first in line, or None"
@@ -43,13 +45,22 @@ class WaitingQueue:
     def remove(self, r:Request):
         "Let `r` leave from wherever it stands"
         del self.live[r.request_id]
-        if len(self.heap) > 2 * len(self.live) + 16: self.reorder()
+        if len(self.heap) > 2 * len(self.live) + 16: self._tidy()
+
+    def _tidy(self):
+        "Leave out those who left, if the keys of the others compare"
+        heap = list(self.live.values())
+        try: heapq.heapify(heap)
+        except BaseException as e:
+            if is_for_all(e): raise
+        else: self.heap = heap
 
     def reorder(self):
         "Build the heap anew: for keys that have changed"
-        self.live = {i: (self.key(r), r.seq, r) for i, (_, _, r) in self.live.items()}
-        self.heap = list(self.live.values())
-        heapq.heapify(self.heap)
+        live = {i: (self.key(r), r.seq, r) for i, (_, _, r) in self.live.items()}
+        heap = list(live.values())
+        heapq.heapify(heap)
+        self.heap, self.live = heap, live
 
     def __len__(self)->int: return len(self.live)
     def __iter__(self)->Iterator[Request]: return (r for _, _, r in self.live.values())
@@ -97,6 +108,9 @@ def finish(self:Roster, r:Request, reason:str, now:float):
     self.blocks.release(r)
     self.preemptor.forget(r)
     r.status, r.finish_reason, r.finished_at = Status.FINISHED, reason, now
+    if len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 16:   # the rest ended long before theirs
+        self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]
+        heapq.heapify(self.deadlines)
 
 @patch
 def abort(self:Roster, r:Request, now:float=0.): self.finish(r, 'abort', now)
@@ -111,11 +125,18 @@ def expire(self:Roster, plan:Plan):
         r.failure = Failure(Code.DEADLINE, f'deadline of {r.deadline:g} s has passed')
         self.finish(r, 'error', plan.now)
         plan.expired.append(r)
-    if len(self.deadlines) > 2 * (len(self.waiting) + len(self.running)) + 16:   # the rest ended long before theirs
-        self.deadlines = [d for d in self.deadlines if d[2].status is not Status.FINISHED]
-        heapq.heapify(self.deadlines)
 
 # %% ../nbs/17_roster.ipynb #2cfcff4d
+@patch
+def requeue(self:Roster, r:Request, status:Status):
+    "Let `r` stand in line as what it is now, or raise and change nothing"
+    was = r.status, r.num_preemptions
+    r.status, r.num_preemptions = status, r.num_preemptions + (status is Status.PREEMPTED)
+    try: self.waiting.push(r)
+    except BaseException:
+        r.status, r.num_preemptions = was
+        raise
+
 @patch
 def drop(self:Roster, r:Request):
     "Take the memory of `r` and keep its tokens: their KV is computed again"
@@ -126,22 +147,21 @@ def drop(self:Roster, r:Request):
 @patch
 def preempt(self:Roster, r:Request, plan:Plan, why:str):
     "Send `r` back to the queue without its memory, and out of this step if it was in it"
+    self.requeue(r, Status.PREEMPTED)
     self.leave_batch(r, plan)
     if r in plan.admitted: self.unjoin(r, plan)
     elif plan.swap_in: self.drop(r)          # its host blocks could be written before they are read
     else: self.preemptor.preempt(self, r, plan)
-    r.status, r.num_preemptions = Status.PREEMPTED, r.num_preemptions + 1
     plan.preempted.append(r)
-    self.waiting.push(r)
     self.note(plan, r, Kind.PREEMPTED, why)
 
 # %% ../nbs/17_roster.ipynb #d8529f6f
 @patch
 def leave_batch(self:Roster, r:Request, plan:Plan):
-    "Take `r` from where it stands, and its share out of the step"
+    "Take `r` from the batch and its share out of the step, or from those who rest"
     if r in self.paused:
         del self.paused[r]
-        return self.waiting.remove(r)
+        return
     self.running.remove(r)
     for s in plan.scheduled:
         if s.request is r:
@@ -174,16 +194,15 @@ def grow(self:Roster, r:Request, num_tokens:int, plan:Plan):
 @patch
 def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     "For policies, in their `turns`: `r` leaves the batch for the queue and keeps its memory, unless others need it"
-    if r.status is not Status.RUNNING or r in plan.admitted:
-        raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, or has just joined")
+    if r not in self.running or r in plan.admitted:
+        raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, not in this batch, or has just joined")
     grown = plan.blocks.get(r.request_id)
+    self.requeue(r, Status.PAUSED)
     self.leave_batch(r, plan)
     if grown: plan.blocks[r.request_id] = grown
-    r.status = Status.PAUSED
     self.paused[r] = None
     self.blocks.withdraw(r)
     plan.paused.append(r)
-    self.waiting.push(r)
     self.note(plan, r, Kind.PAUSED, why)
 
 @patch
@@ -205,10 +224,14 @@ def undo(self:Roster,
     void = {r for r in plan.admitted if r.status is Status.RUNNING and unfilled.intersection(r.block_table)}
     for r in plan.admitted:
         if r not in void: continue
+        try: self.requeue(r, Status.PREEMPTED)
+        except BaseException as e:               # it can't stay either
+            r.failure = failure_of(Code.STEP, e)
+            self.finish(r, 'error', plan.now)
+            plan.expired.append(r)
+            continue
         self.running.remove(r)
         self.drop(r)
-        r.status, r.num_preemptions = Status.PREEMPTED, r.num_preemptions + 1
-        self.waiting.push(r)
     names = {r.request_id for r in void}
     blocks = {i: x for i, x in plan.blocks.items() if i not in names}
     found = {i: x for i, x in plan.found.items() if i not in names}

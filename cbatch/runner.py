@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
 from .backends import get_backend
-from .core import Code, Failure, Padding, Plan, Request, StepOutput
+from .core import Code, Padding, Plan, Request, StepOutput, failure_of, is_for_all
 from .drawing import Sampled, failed, score
 from .model import CausalLM, with_attention
 from .native import build_all
@@ -264,7 +264,8 @@ def finish(self:ModelRunner, plan:Plan, pending:Pending)->StepOutput:
     t = self._lap('forward', t)
     try: out = self.sampler(want, logits)
     except torch.OutOfMemoryError: raise
-    except Exception:
+    except BaseException as e:
+        if is_for_all(e): raise
         _log.exception("sampling failed, each row goes alone")
         out = self._one_by_one(want, self.executor.forward(pending.batch))
     self._lap('sample', t)
@@ -283,8 +284,8 @@ def _one_by_one(self:ModelRunner, want:list[Wanted], logits:torch.Tensor)->StepO
         rows = [i for i, w in enumerate(want) if w.request is r]
         try: got = self.sampler([want[i] for i in rows], logits[rows])
         except torch.OutOfMemoryError: raise
-        except Exception as e:
-            out.errors[r.request_id] = Failure(Code.SAMPLING, f'{type(e).__name__}: {e}')
+        except BaseException as e:
+            out.errors[r.request_id] = failure_of(Code.SAMPLING, e)
             continue
         for name in ('sampled', 'errors', 'logprobs', 'prompt_logprobs'): getattr(out, name).update(getattr(got, name))
     return out

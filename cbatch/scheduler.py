@@ -61,7 +61,7 @@ class Scheduler(Roster):
         # of the plan that is being made
         self.plan:Plan|None = None
         self.num_idle, self.num_refused, self.num_asked, self.promised = 0, 0, 0, 0
-        self.trouble:Exception|None = None         # from `on_update`: raised before the next step is planned
+        self.trouble:BaseException|None = None         # from `on_update`: raised before the next step is planned
         # its answer to `close`; False: not asked yet
         self.closed:Reason|None|Literal[False] = False
         self.next_wakeup:float|None = None         # s, when time alone changes an answer
@@ -82,6 +82,10 @@ class Scheduler(Roster):
 def wrong(self:Scheduler, what:str)->ValueError: return ValueError(f"policy {self.policy.name}: {what}")
 
 @patch
+def stranger(self:Scheduler, r:Request)->ValueError:
+    return self.wrong(f"{r.request_id} is not one of this engine's: yield from s.running and s.waiting")
+
+@patch
 def raise_trouble(self:Scheduler):
     "Raise what `on_update` raised, once"
     e, self.trouble = self.trouble, None
@@ -91,8 +95,15 @@ def raise_trouble(self:Scheduler):
 def _turns(self:Scheduler, plan:Plan)->Callable[[Reason|None], Request]:
     "Ask the policy, and look at what it answers"
     turns = self.policy.turns(self, plan)
-    try: return turns.send
+    try: send = turns.send
     except AttributeError: raise self.wrong(f"turns gave {turns!r}, not a generator: it must `yield`") from None
+    if type(self.policy).turns is Policy.turns: return send
+    here = set(self.running)
+    def ask(answer:Reason|None)->Request:
+        r = send(answer)
+        if getattr(r, 'status', None) is _RUNNING and r not in here and r not in plan.admitted: raise self.stranger(r)
+        return r
+    return ask
 
 @patch
 def _share(self:Scheduler, r:Request, wanted:int, left:int)->int:
@@ -200,11 +211,12 @@ def _make_room(self:Scheduler, r:Request, num_tokens:int, plan:Plan)->bool:
 def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
     "The turn of a request in the queue: it joins the batch, or is told why not"
     if r.status is Status.FINISHED: return self._again(r, _ENDED)
-    why = self._shut(plan)
+    if r not in self.waiting: raise self.stranger(r)
+    why, room = self._shut(plan), self._reserve(r)
     while not why:
         found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
         n = self._share(r, r.num_left - found.num_tokens, plan.left)
-        if not (why := self._why_not(r, n, found, plan)): return self._join(r, n, found, plan)
+        if not (why := self._why_not(r, n, room, found, plan)): return self._join(r, n, room, found, plan)
         if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
         if not (idler := self.idler(r)): break
         self.preempt(idler, plan, self.preemptor.why)
@@ -225,14 +237,14 @@ def _shut(self:Scheduler, plan:Plan)->Reason|None:
 
 # %% ../nbs/18_scheduler.ipynb #330abdda
 @patch
-def _why_not(self:Scheduler, r:Request, n:int, found:Found, plan:Plan)->Reason|None:
+def _why_not(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan)->Reason|None:
     "Why `r` can't join with `n` tokens: blocks that others were promised are not free"
     if found.wait: return found.wait
     if not self.policy.starts(r, n): return _BUDGET
     if len(plan.scheduled) + self.num_idle < len(self.running):               # some of the batch were not asked yet
         unasked = sum(self.blocks.blocks_short(x, x.num_tokens) for x in self.running if x.turn != self.num_plans)
     else: unasked = 0
-    need = self.blocks.blocks_short(r, max(self._reserve(r), r.num_tokens)) - len(found.blocks) + found.num_free
+    need = self.blocks.blocks_short(r, max(room, r.num_tokens)) - len(found.blocks) + found.num_free
     need += self.promised + unasked + (self.watermark if self.running else 0)
     return Reason(Why.BLOCKS, need - self.blocks.num_free_blocks) if need > self.blocks.num_free_blocks else None
 
@@ -244,7 +256,7 @@ def _reserve(self:Scheduler, r:Request)->int:
 
 # %% ../nbs/18_scheduler.ipynb #b1b05740
 @patch
-def _join(self:Scheduler, r:Request, n:int, found:Found, plan:Plan):
+def _join(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan):
     "Move `r` from the queue into the batch with `n` tokens"
     self.waiting.remove(r)
     if r in self.paused: del self.paused[r]
@@ -252,7 +264,7 @@ def _join(self:Scheduler, r:Request, n:int, found:Found, plan:Plan):
         self.blocks.claim(r, found, plan)
         self.preemptor.resume(self, r, plan)
     start, total = r.num_computed_tokens, r.num_tokens
-    self.blocks.grow(r, max(self._reserve(r), start + n))
+    self.blocks.grow(r, max(room, start + n))
     kind = Kind.ADMITTED if r.status is Status.WAITING else Kind.RESUMED
     r.status, r.turn = _RUNNING, self.num_plans
     if r.scheduled_at is None: r.scheduled_at = plan.now
@@ -295,7 +307,7 @@ def update(self:Scheduler,
             done.append(r)
             break
     try: self.policy.on_update(self, plan, out)
-    except Exception as e: self.trouble = e        # first everybody shall hear of the step
+    except BaseException as e: self.trouble = e    # first everybody shall hear of the step
     return done
 
 # %% ../nbs/18_scheduler.ipynb #b0ee395c

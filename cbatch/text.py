@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 from fastcore.basics import patch
 from transformers import PreTrainedTokenizerBase
+from .core import in_words, is_for_all
 from .params import SamplingParams
 
 # %% ../nbs/09_text.ipynb #2e599277
@@ -358,7 +359,9 @@ def _render(tokenizer:PreTrainedTokenizerBase, messages:list[dict[str, Any]], to
     "What the template makes of the messages"
     text:Any    # what the method returns depends on `tokenize`
     try: text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    except Exception as e: raise ValueError(f"the chat template refused these messages: {e}") from e
+    except BaseException as e:
+        if is_for_all(e): raise
+        raise ValueError(f"the chat template refused these messages: {in_words(e)}") from e
     return text
 
 def _unused(*things:object)->str:

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
-from .core import Asked, Code, Failure, RequestOutput, StepRecord
+from .core import Asked, Code, Failure, RequestOutput, StepRecord, failure_of, in_words
 from .handover import Aside, Box, Desk, last_report
 from .llm import LLM
 from .params import check_number, check_whole
@@ -44,6 +44,7 @@ class Mine:
     entered:int = 0                                        # answers taken in
     num_steps:int = 0                                      # steps that the observers know of
     wait:float|None = None                                 # s until something may happen by itself; None: no request
+    num_failed:int = 0                                     # turns in a row in which no step could be planned
     doubt:bool = False                                     # has anybody ended by an error since the device was asked?
     ends:deque[float] = field(default_factory=lambda: deque(maxlen=64)) # s, when requests ended
 
@@ -90,6 +91,7 @@ class Worker(Thread):
         self.inbox:SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self.observers:list[Observer] = []  # anybody appends; each is called in the thread where something happens
         self.stops:list[float] = []      # s, when to stop: anybody appends, nobody takes away
+        self.pid:int|None = None         # the process that it was started in
 
     @property
     def stop_at(self)->float|None: return min(self.stops, default=None)
@@ -102,14 +104,24 @@ class Worker(Thread):
 
     def stop(self, timeout_s:float=0.):
         "Take no more work, and abort what is not done in `timeout_s`; from any thread, more than once. Does not wait"
+        if self.shared.over: return
         self.stops.append(monotonic() + timeout_s)
         self.do(int)                     # wakes it up
 
 # %% ../nbs/34_worker.ipynb #87c1fe74
+_RETRIES = 2     # of a step that could not be planned
+
 @patch
 def _step(self:Worker)->float|None: # s until something may happen by itself; 0: a step ran; None: nobody is here
-    "Run a step, if one can run; reports go to `_report`"
-    wait = self.mine.llm.turn()
+    "Run a step, if one can run; reports go to `_report`. One that could not be planned is tried again, not for ever"
+    llm, m, before = self.mine.llm, self.mine, self.mine.llm.scheduler.num_steps
+    try: wait = llm.turn()
+    except Exception:
+        m.num_failed += 1
+        if m.num_failed > _RETRIES or llm.scheduler.num_steps > before: raise
+        _log.exception("a step could not be planned")
+        return 0.
+    m.num_failed = 0
     if wait == math.inf: raise RuntimeError(STUCK)
     return wait
 
@@ -155,12 +167,10 @@ def on_loop(self:Worker, f:Callable[..., Any], *args):
     except RuntimeError as e: raise RuntimeError(_CLOSED) from e
 
 # %% ../nbs/34_worker.ipynb #7e2e00ac
-def _said(e:BaseException)->str: return f'{type(e).__name__}: {e}'
-
 @patch
 def obituary(self:Worker)->str|None: # None: nothing has gone wrong
     "What ended the thread, for those who were served by it"
-    return f'the engine stopped: {_said(self.error)}' if self.error else None
+    return f'the engine stopped: {in_words(self.error)}' if self.error else None
 
 @patch
 def _death(self:Worker)->Failure|None: return Failure(Code.ENGINE, str(self.obituary())) if self.error else None
@@ -171,9 +181,9 @@ def _let_in(self:Worker, boxes:list[Box]):
     for box in boxes:
         self.mine.entered += box.request.params.n
         try: box.name = self.mine.llm.enter(box.request, partial(self._report, box))
-        except Exception as e:
+        except BaseException as e:
+            failure = failure_of(Code.ENGINE, e)
             _log.exception("the engine can't take %s", box.id)
-            failure = Failure(Code.ENGINE, _said(e))
             if box.put(last_report(box, 'error', failure), monotonic()): self.mine.told.append(box)
         else: self.mine.boxes[box.name] = box
 
@@ -192,9 +202,9 @@ def _see_off(self:Worker, box:Box, draft:Draft):
     if self.error:
         for c in draft.answers:
             if c.finish_reason in (None, 'abort'): c.finish_reason = 'error'
-    self.mine.llm.sinks.pop(draft.request_id, None); self.mine.boxes.pop(draft.request_id, None)
+    self.mine.boxes.pop(draft.request_id, None)
     self.mine.ends.append(monotonic())
-    self._tell('finished', draft.output(), box.request)
+    self.tell('finished', draft.output(), box.request)
 
 # %% ../nbs/34_worker.ipynb #9a8fc3d8
 class Observer:
@@ -204,11 +214,15 @@ class Observer:
     def refused(self, reason:str): pass    # requests, tokens, or the state of an engine that is not ready
 
 @patch
-def _tell(self:Worker, what:str, *args):
+def surely(self:Worker, what:str, f:Callable[..., Any], *args):
+    "Do something of which no failure may stop the thread; it is written down"
+    try: f(*args)
+    except BaseException: _log.exception("%s failed", what)
+
+@patch
+def tell(self:Worker, what:str, *args):
     "Tell the observers; one that fails is not worth a request"
-    for o in self.observers:
-        try: getattr(o, what)(*args)
-        except Exception: _log.exception("an observer failed")
+    for o in self.observers: self.surely('an observer', getattr(o, what), *args)
 
 # %% ../nbs/34_worker.ipynb #021b5f73
 @patch
@@ -243,7 +257,7 @@ def _publish(self:Worker):
     self.shared.facts = m.llm.metrics
     if m.llm.scheduler.num_steps != m.num_steps:
         m.num_steps = m.llm.scheduler.num_steps
-        self._tell('stepped', m.llm.trace[-1] if m.llm.trace else None, self.shared.facts)
+        self.tell('stepped', m.llm.trace[-1] if m.llm.trace else None, self.shared.facts)
     told, m.told = m.told, []
     if told: self.on_loop(self.desk.wake, told)
 
@@ -274,12 +288,10 @@ def close_boxes(self:Worker):
 @patch
 def _end(self:Worker):
     "The last act: everybody gets a last report, whatever has happened"
-    for box in list(self.mine.boxes.values()):
-        try: self._abort(box, self._death())
-        except Exception: _log.exception("the engine can't end %s", box.id)
+    for box in list(self.mine.boxes.values()): self.surely(f'the end of {box.id}', self._abort, box, self._death())
     self.shared.over = True
-    self.close_boxes()
-    self._hand_back()
+    self.surely('a last report', self.close_boxes)
+    self.surely('to hand back the engine', self._hand_back)
     try: self.on_loop(self.desk.farewell)
     except RuntimeError: pass                        # nobody is there to hear it
 
