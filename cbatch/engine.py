@@ -302,6 +302,13 @@ def _report(self:Engine, group:str)->Draft:
     if draft.finished: del self.groups[group]
     return draft
 
+@patch
+def _tell(self:Engine, drafts:list[Draft]):
+    "Hand reports on. A sink that raises loses its request, and is heard when all have been told"
+    if failed := self.outbox.put(drafts):
+        self._let_go(*failed)
+        raise next(iter(failed.values()))
+
 # %% ../nbs/30_engine.ipynb #5567b91e
 @patch
 def abort(self:Engine,
@@ -355,13 +362,6 @@ def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only oth
     return math.inf if wake is None else max(0., wake - self.clock())
 
 # %% ../nbs/30_engine.ipynb #6bdd6729
-@patch
-def _tell(self:Engine, drafts:list[Draft]):
-    "Hand reports on. A sink that raises loses its request, and is heard when all have been told"
-    if failed := self.outbox.put(drafts):
-        self._let_go(*failed)
-        raise next(iter(failed.values()))
-
 @patch
 def take(self:Engine)->list[RequestOutput]:
     "Reports that nobody has taken yet"

@@ -84,13 +84,13 @@ def encode(self:LLM,
     self.ensure_open()
     return self.door.encode(prompt)
 
-# %% ../nbs/31_llm.ipynb #c8b5930b
 @patch(as_prop=True)
 def kv_bytes(self:LLM)->int:
     "Size of the KV pool, the null block included"
     self.ensure_open()
     return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
 
+# %% ../nbs/31_llm.ipynb #c8b5930b
 @patch(as_prop=True)
 def metrics(self:LLM)->dict[str, Any]:
     "Counters since the engine was made, gauges of now, and where the time of its steps went"
@@ -102,7 +102,7 @@ def metrics(self:LLM)->dict[str, Any]:
     found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
     return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
-# %% ../nbs/31_llm.ipynb #e322d1db
+# %% ../nbs/31_llm.ipynb #c7d1e2f5
 @patch
 def _pump(self:LLM):
     "Run a step on behalf of `generate` or `stream`, or wait until one can run"
@@ -117,6 +117,7 @@ def claim(self:LLM)->Thread|None: # who had the last word before
     before, self.driver = self.driver, current_thread()
     return before
 
+# %% ../nbs/31_llm.ipynb #e322d1db
 @patch
 def generate(self:LLM,
     prompts:Any,     # one prompt or a list: text, token ids, or messages

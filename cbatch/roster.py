@@ -47,23 +47,26 @@ class WaitingQueue:
         del self.live[r.request_id]
         if len(self.heap) > 2 * len(self.live) + 16: self._tidy()
 
-    def _tidy(self):
-        "Leave out those who left, if the keys of the others compare"
-        heap = list(self.live.values())
-        try: heapq.heapify(heap)
-        except BaseException as e:
-            if is_for_all(e): raise
-        else: self.heap = heap
-
-    def reorder(self):
-        "Build the heap anew: for keys that have changed"
-        live = {i: (self.key(r), r.seq, r) for i, (_, _, r) in self.live.items()}
-        heap = list(live.values())
-        heapq.heapify(heap)
-        self.heap, self.live = heap, live
-
     def __len__(self)->int: return len(self.live)
     def __iter__(self)->Iterator[Request]: return (r for _, _, r in self.live.values())
+
+# %% ../nbs/17_roster.ipynb #24432654
+@patch
+def _tidy(self:WaitingQueue):
+    "Leave out those who left, if the keys of the others compare"
+    heap = list(self.live.values())
+    try: heapq.heapify(heap)
+    except BaseException as e:
+        if is_for_all(e): raise
+    else: self.heap = heap
+
+@patch
+def reorder(self:WaitingQueue):
+    "Build the heap anew: for keys that have changed"
+    live = {i: (self.key(r), r.seq, r) for i, (_, _, r) in self.live.items()}
+    heap = list(live.values())
+    heapq.heapify(heap)
+    self.heap, self.live = heap, live
 
 # %% ../nbs/17_roster.ipynb #fd7e46a6
 class Recompute:

@@ -105,6 +105,7 @@ def _turns(self:Scheduler, plan:Plan)->Callable[[Reason|None], Request]:
         return r
     return ask
 
+# %% ../nbs/18_scheduler.ipynb #a5c1d2e3
 @patch
 def _share(self:Scheduler, r:Request, wanted:int, left:int)->int:
     "Tokens that the policy gives to `r`"
@@ -120,7 +121,6 @@ def _again(self:Scheduler, r:Request, why:Reason)->Reason:
     if self.num_asked > 1000 + 9 * (len(self.running) + len(self.waiting)):
         raise self.wrong(f"asks for {r.request_id} and others again and again: `yield from` hands on the answers")
     return why
-
 
 # %% ../nbs/18_scheduler.ipynb #b7286f53
 @patch

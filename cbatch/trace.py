@@ -34,7 +34,7 @@ class Trace:
         self.maxlen, self.every = maxlen, min(keyframe_every, maxlen)
         self.segments:deque[tuple[State, list[StepRecord]]] = deque(maxlen=cdiv(maxlen, self.every) + 1)  # state before
         self.live = State(num_blocks)
-        self.came:dict[str, tuple[str, int, float]] = {}  # arrived since the last step
+        self.came:list[tuple[str, int, float]] = []     # arrived since the last step
         self.left:list[tuple[str, str]] = []            # taken out since
         self.prompts:dict[str, str] = {}                # request_id -> text, if it was loaded with them
 
@@ -67,16 +67,25 @@ def append(self:Trace, rec:StepRecord)->StepRecord:
     return rec
 
 # %% ../nbs/23_trace.ipynb #8005bad1
+_VISITS = 1000    # of requests that came and left without a step
+
 @patch
 def arrived(self:Trace, request:Request):
     "A request was added to the queue"
-    self.came[request.request_id] = request.request_id, len(request.prompt_ids), request.arrival
+    self.came.append((request.request_id, len(request.prompt_ids), request.arrival))
 
 @patch
 def aborted(self:Trace, request:Request):
-    "A request was taken out between two steps; if it came after the first of them, no step has seen it"
-    if self.came.pop(request.request_id, None): return
-    self.left.append((request.request_id, request.finish_reason or 'abort'))
+    "A request was taken out between two steps"
+    if len(self.left) < _VISITS or not self._forget(request.request_id):
+        self.left.append((request.request_id, request.finish_reason or 'abort'))
+
+@patch
+def _forget(self:Trace, request_id:str)->bool: # False: it came before the last step
+    "No step has seen a request: let none hear of it"
+    i = next((i for i, c in reversed([*enumerate(self.came)]) if c[0] == request_id), None)
+    if i is not None: del self.came[i]
+    return i is not None
 
 def record(
     plan:Plan,
@@ -121,8 +130,8 @@ def failed(self:Trace, plan:Plan):
 @patch
 def _keep(self:Trace, rec:StepRecord, finished:list[tuple[str, str]], num_free_blocks:int)->StepRecord:
     "Add what happened since the step before, and keep the record"
-    rec.arrived, rec.finished, rec.num_free_blocks = list(self.came.values()), self.left + finished, num_free_blocks
-    self.came, self.left = {}, []
+    rec.arrived, rec.finished, rec.num_free_blocks = self.came, self.left + finished, num_free_blocks
+    self.came, self.left = [], []
     return self.append(rec)
 
 # %% ../nbs/23_trace.ipynb #9eda7679
@@ -164,7 +173,7 @@ def state(self:Trace,
     "Who was where"
     if step is None:
         now = self.live.copy()
-        now.begin(StepRecord(0, 0., 0., arrived=list(self.came.values()), finished=self.left))
+        now.begin(StepRecord(0, 0., 0., arrived=self.came, finished=self.left))
         return now
     i = self.index(step)
     state, rec = self._at(i), self.records[i]
