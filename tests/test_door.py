@@ -67,10 +67,12 @@ def test_every_field_of_sampling_params():
 def test_every_field_of_a_configuration():
     odd = dict(dtype=torch.bfloat16, device=np.str_('cpu'), policy=Name('static'), max_num_seqs=np.int64(3),
                block_size=np.uint8(8),
-               max_num_batched_tokens=torch.tensor(64), max_model_len=Five.five, num_blocks=np.int32(40), kv_cache_mb=np.float32(1.5),
+               max_num_batched_tokens=torch.tensor(64), max_model_len=Five.five,
+               num_blocks=np.int32(40), kv_cache_mb=np.float32(1.5),
                gpu_memory_utilization=Fraction(1,
                    2), preemption=Choice.swap, victim=np.str_('youngest'), swap_mb=np.int64(3),
-               watermark=np.float64(.1), reserve_max=np.bool_(True), force_preempt={Name('r1'): np.int64(2)}, trace=np.int64(50),
+               watermark=np.float64(.1), reserve_max=np.bool_(True), force_preempt={Name('r1'): np.int64(2)},
+               trace=np.int64(50),
                seed=np.int64(5), load_format=Name('auto'), lean=np.bool_(False))
     c = EngineConfig(**odd)
     for k, v in vars(c).items(): assert type(v) in PYTHONS, k
@@ -94,9 +96,8 @@ def test_an_engine_of_numpy_scalars_is_an_engine(tiny, tmp_path, monkeypatch, na
     llm = made(tiny, num_blocks=np.int64(60), block_size=np.int64(4), max_num_seqs=np.int64(4))
     odd = SamplingParams(temperature=np.float64(0), top_k=np.int64(5), max_tokens=np.int32(4),
                          logit_bias={np.int64(42): np.float32(3)})
-    want = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3]], SamplingParams(temperature=0, top_k=5,
-        max_tokens=4,
-                                                                                      logit_bias={42: 3}), use_tqdm=False)]
+    same = SamplingParams(temperature=0, top_k=5, max_tokens=4, logit_bias={42: 3})
+    want = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3]], same, use_tqdm=False)]
     assert [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3]], odd, use_tqdm=False)] == want
     llm.trace.to_jsonl(tmp_path/'t.jsonl')
     assert len(Trace.load(tmp_path/'t.jsonl')) == len(llm.trace)
@@ -325,7 +326,10 @@ def test_sizes_beyond_the_machine(tiny):
         assert e.value.param == [*kw][-1]
 
 def test_optimised_python_says_that_it_checks_nothing():
-    code = "from cbatch import EngineConfig\ntry: EngineConfig(check=True)\nexcept ValueError as e: print(e)\nEngineConfig()"
+    code = """from cbatch import EngineConfig
+EngineConfig()
+try: EngineConfig(check=True)
+except ValueError as e: print(e)"""
     out = subprocess.run([sys.executable, '-O', '-c', code], capture_output=True, text=True, check=True).stdout
     assert '-O' in out and 'check=True' in out
 
@@ -377,4 +381,6 @@ def test_names_are_escaped_where_html_is_made(tiny):
 def test_an_output_fits_a_line(tiny):
     llm = made(tiny)
     outs = llm.generate([[7] * 100, 'a long question, ' * 6], sp(40, n=2, logprobs=3), use_tqdm=False)
-    for o in outs: assert len(repr(o)) < 300 and o.request_id in repr(o) and '40 tokens, length' in repr(o) and '\n' not in repr(o)
+    for o in outs:
+        text = repr(o)
+        assert len(text) < 300 and o.request_id in text and '40 tokens, length' in text and '\n' not in text
