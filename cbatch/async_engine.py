@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from .core import Asked, RequestOutput, StepRecord
 from .handover import Box, for_future
 from .llm import LLM
-from .params import MAX_SCORES, ParamError, SamplingParams, check_number
+from .params import ANY, MAX_SCORES, ParamError, SamplingParams, check_number, check_text, wished
 from .text import decode, encode_chat
 from .worker import Limits, Observer, Worker
 
@@ -67,7 +67,7 @@ class AsyncLLM:
 @patch
 def metrics(self:AsyncLLM)->dict[str, Any]:
     "`LLM.metrics`, as they were after the last step; from any thread"
-    return dict(self.worker.shared.facts)
+    return {k: dict(x) if isinstance(x, dict) else x for k, x in self.worker.shared.facts.items()}
 
 @patch
 def records(self:AsyncLLM,
@@ -214,7 +214,7 @@ def _check_names(self:AsyncLLM, names:list[str|None], num:int):
     "Raise `ValueError` for names that can't be given to so many requests"
     if len(names) != num: raise ParamError('request_ids', f"{len(names)} request_ids for {num} requests")
     for i in (given := [i for i in names if i is not None]):
-        if not isinstance(i, str): raise ParamError('request_id', f"request_id={i!r}: must be text")
+        check_text('request_id', i, 0, ANY, 'text')
         if i in self.worker.desk.live or given.count(i) > 1:
             raise ParamError('request_id', f"request_id={i!r} is in use: wait until it ends, or leave it out")
 
@@ -247,7 +247,9 @@ async def add_many(self:AsyncLLM,
     "Queue all or none. `ValueError` for a request that can't be served, `Overloaded`, `Unavailable`"
     if self.worker.desk.loop is None: await self.start()
     llm, asks = self.ensure_ready(), list(asks)
-    if timeout_s is not None: check_number('timeout_s', timeout_s, 0, 1e9, 'a number of seconds')
+    if timeout_s is not None: timeout_s = check_number('timeout_s', timeout_s, 0, 1e9, 'a number of seconds')
+    if not all(isinstance(a, (tuple, list)) and len(a) == 2 for a in asks):
+        raise ParamError('asks', "asks: give pairs of a prompt and its params, [('Hello', None)]")
     now, num = llm.clock(), sum(getattr(params, 'n', 1) for _, params in asks)
     deadline = None if timeout_s is None else now + timeout_s
     kw:dict[str, Any] = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
@@ -270,14 +272,17 @@ def _num_scores(r:Asked)->int:
     return of_prompt + (0 if p.logprobs is None else (1 + p.logprobs) * r.max_tokens * p.n)
 
 # %% ../nbs/35_async_engine.ipynb #9a8f3baa
+_WAYS = 'priority', 'user', 'timeout_s', 'cache_salt', 'quiet'   # of `add_many`, for one request
+
 @patch
 async def add(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
     params:SamplingParams|None=None,
     *, request_id:str|None=None, # what to call it, unlike those of all live requests; None: as the engine likes
-    **kw,                        # priority, user, timeout_s, cache_salt, quiet: as in `add_many`
+    **kw,                        # priority, user, timeout_s, cache_salt, quiet: as in `add_many`; or wishes by name
 )->Stream:
     "Queue a request. `ValueError` if it can't be served, `Overloaded`, `Unavailable`"
+    params = wished(params, {k: kw.pop(k) for k in [*kw] if k not in _WAYS})
     return (await self.add_many([(prompt, params)], request_ids=[request_id], **kw))[0]
 
 @patch

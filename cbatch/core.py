@@ -318,3 +318,18 @@ class RequestOutput:
     def error(self)->str|None:
         "What went wrong, in words"
         return self.failure.text if self.failure else None
+
+# %% ../nbs/01_core.ipynb #02abe29a
+def _start(text:str|None)->str:
+    "The beginning of a text, in one line"
+    return repr(text if text is None or len(text) <= 40 else text[:37] + '...')
+
+@patch
+def __repr__(self:CompletionOutput)->str:
+    return f'{_start(self.text)}, {len(self.token_ids)} tokens, {self.finish_reason or "running"}'
+
+@patch
+def __repr__(self:RequestOutput)->str:
+    said, more = _start(self.prompt) + ', ' if self.prompt is not None else '', '; error: ' * bool(self.error)
+    answers = ' | '.join(map(repr, self.outputs)) + more + (self.error or '')
+    return f'RequestOutput({self.request_id}: {said}{len(self.prompt_token_ids)} prompt tokens -> {answers})'

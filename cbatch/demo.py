@@ -18,7 +18,7 @@ from .people import Person, crowd, let_in
 from .policies import get_policy
 from .results import machine, refuse_folders, write_record
 from .screen import Live, Screen, fit_columns
-from .trace import Trace
+from .trace import Trace, written
 if TYPE_CHECKING: from cbatch.token_loop import Agreement
 
 # %% ../nbs/52_demo.ipynb #7a0181c2
@@ -135,7 +135,7 @@ def _save(runs:list[CrowdRun], people:list[Person], title:str, report:str, trace
     if report:
         answers = [(p.question, runs[-1].outputs[p.name].outputs[0].text) for p in people]
         html = report_html({r.name: (r.trace, r.summary) for r in runs}, title, answers)
-        Path(report).write_text(html, encoding='utf-8')
+        with written(report) as f: f.write(html)
         print(f'report, both timelines step by step: {Path(report).absolute()}')
     for r in runs if trace else ():
         path = Path(trace or '').with_stem(f'{Path(trace or "").stem}-{r.name}')
@@ -229,6 +229,6 @@ def _page(trace:Trace, name:str, path:str)->int:
     wall_s, num = (recs[-1].end - recs[0].start if recs else 0.), sum(s[3] for r in recs for s in r.scheduled)
     summary = dict(wall_s=wall_s, num_steps=len(recs), num_output_tokens=num,
                    tokens_per_s=num / wall_s if wall_s else None)
-    Path(path).write_text(report_html({name: (trace, summary)}, f'cbatch replay: {name}'), encoding='utf-8')
+    with written(path) as f: f.write(report_html({name: (trace, summary)}, f'cbatch replay: {name}'))
     print(f'page: {Path(path).absolute()}')
     return 0

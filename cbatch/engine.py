@@ -20,7 +20,7 @@ from .door import Door
 from .interrupts import BUSY, alone
 from .metrics import EngineCounters
 from .model import CausalLM
-from .params import EngineConfig, ParamError, SamplingParams
+from .params import EngineConfig, ParamError, SamplingParams, wished
 from .policies import get_policy
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
@@ -136,12 +136,14 @@ def prepare(self:Engine,
     deadline:float|None=None,    # s on `llm.clock`; a request that is not done by then ends with an error
     cache_salt:str|None=None,    # cached blocks are shared among equal salts only
     use_cache:bool=True,         # False: neither read nor leave anything in the prefix cache
+    **wishes:Any,                # or what `params` would say, by name: max_tokens=5
 )->Asked:                        # for `enter`
     "Look at a request and turn its text into tokens; nothing is taken. `ParamError` if it could not be served"
     self.ensure_open()
     if isinstance(request_id, str) and request_id in self.groups:
         raise ParamError('request_id', f"request_id={request_id!r} is in use: wait until it ends, or leave it out")
     now = self.clock() if arrival is None else arrival
+    params = wished(params, wishes)
     return self.door.ask(prompt, params, request_id, now, priority=priority, user=user, deadline=deadline,
                          cache_salt=cache_salt, use_cache=use_cache)
 

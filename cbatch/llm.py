@@ -9,15 +9,17 @@ __all__ = ['LLM']
 import math, numbers
 from collections.abc import Iterator
 from fastcore.basics import patch
+from html import escape
 from threading import Thread, current_thread
 from transformers import PreTrainedModel
 from typing import Any
 from .core import Asked, RequestOutput
+from .door import meant
 from .engine import Engine
 from .interrupts import alone, undisturbed
 from .loading import load_model
 from .model import CausalLM
-from .params import EngineConfig, ParamError, RequestFailed, SamplingParams
+from .params import EngineConfig, ParamError, RequestFailed, SamplingParams, wished
 from .policies import get_policy
 from .reports import Draft
 from .scheduler import STUCK
@@ -74,7 +76,7 @@ def _repr_html_(self:LLM)->str:
             'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
             'now': f"{now['num_running']} running, {now['num_waiting']} waiting",
             'so far': f'{steps}, slot utilisation {use}'}
-    return '<table>' + ''.join(f'<tr><td>{k}</td><td>{v}</td></tr>' for k, v in rows.items()) + '</table>'
+    return '<table>' + ''.join(f'<tr><td>{k}</td><td>{escape(v)}</td></tr>' for k, v in rows.items()) + '</table>'
 
 @patch
 def encode(self:LLM,
@@ -123,10 +125,11 @@ def generate(self:LLM,
     prompts:Any,     # one prompt or a list: text, token ids, or messages
     params:SamplingParams|list[SamplingParams]|None=None, # for all, or a list with one for each
     use_tqdm:bool=True,   # show progress
+    **wishes:Any,         # or what `params` would say, by name: max_tokens=5
 )->list[RequestOutput]:   # in the order of the prompts
     "Answer all prompts; `ValueError` before anything starts, `RequestFailed` if one could not be computed"
     self.ensure_open()
-    asked, done, entered = self._asked(prompts, params), dict[str, RequestOutput](), list[str]()
+    asked, done, entered = self._asked(prompts, wished(params, wishes)), dict[str, RequestOutput](), list[str]()
     with self._progress(len(asked), use_tqdm) as bar, undisturbed() as held:
         def sink(o:Draft):
             if not o.finished: return
@@ -151,7 +154,8 @@ def generate(self:LLM,
 def _asked(self:LLM, prompts:Any, params:Any)->list[Asked]:
     "Each prompt with its wishes, looked at"
     if not isinstance(prompts, (str, list, tuple)):
-        raise ParamError('prompts', f"prompts is {type(prompts).__name__}: give one prompt or a list of them")
+        what = f"give one prompt or a list of them{meant(prompts)}"
+        raise ParamError('prompts', f"prompts is {type(prompts).__name__}: {what}")
     one = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], (numbers.Integral, dict))
     prompts = [prompts] if one else list(prompts)
     params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
@@ -181,9 +185,10 @@ def _drop_now(self:LLM, ids:list[str], sink:Any):
 def stream(self:LLM,
     prompt:Any,        # text, token ids, or messages
     params:SamplingParams|None=None,
+    **wishes:Any,      # or what `params` would say, by name
 )->Iterator[str]:      # text
     "Yield the answer piece by piece; `ValueError` at once if the request can't be served"
-    asked = self.prepare(prompt, params)
+    asked = self.prepare(prompt, wished(params, wishes))
     if asked.params.n > 1:
         raise ParamError('n', f"n={asked.params.n}: a stream has one answer; use add and step, or generate")
     return self._stream(asked)
@@ -205,15 +210,26 @@ def _stream(self:LLM, asked:Asked)->Iterator[str]:
         with undisturbed(): self._drop(entered, sink)
 
 # %% ../nbs/31_llm.ipynb #15dcad07
+def _chats(messages:Any)->list[Any]:
+    "One conversation or several as a list of them; `ParamError` that shows the call"
+    many, chat = (list, tuple), lambda c: isinstance(c, (list, tuple)) and c and all(isinstance(m, dict) for m in c)
+    if chat(messages): return [messages]
+    if isinstance(messages, many) and all(map(chat, messages)): return list(messages)
+    said = messages[0] if isinstance(messages, many) else messages
+    text = said.get('content') if isinstance(said, dict) else said
+    call = f"llm.chat([dict(role='user', content={(text[:60] if isinstance(text, str) else '...')!r})])"
+    raise ParamError('messages', f"chat takes a list of messages, or a list of such lists: {call}; generate takes text")
+
 @patch
 def chat(self:LLM,
     messages:list[Any],   # one conversation, a list of dict(role=, content=), or a list of conversations
     params:SamplingParams|list[SamplingParams]|None=None, use_tqdm:bool=True,
     tools:list[dict[str, Any]]|None=None, # JSON schemas of functions, for a model whose template knows tools
+    **wishes:Any,         # or what `params` would say, by name
 )->list[RequestOutput]:
     "`generate` for conversations, through the model's chat template"
     self.ensure_open()
-    chats = [messages] if messages and isinstance(messages[0], dict) else messages
+    chats, params = _chats(messages), wished(params, wishes)
     return self.generate([encode_chat(self.tokenizer, m, tools) for m in chats] if tools else chats, params, use_tqdm)
 
 @patch

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
     PreTrainedTokenizerBase)
 from transformers.utils import cached_file
-from .model import CausalLM, quiet, refuse, rehearse
+from .model import CannotServe, CausalLM, quiet, refuse, rehearse
+from .params import ParamError, near
 
 # %% ../nbs/03_loading.ipynb #d59f8480
 class ModelNotFound(ValueError):
@@ -85,15 +86,34 @@ def _gguf_tokenizer(gguf:Path)->PreTrainedTokenizerBase:
         tok.backend_tokenizer.pre_tokenizer = Sequence(digits)
     return tok
 
+# %% ../nbs/03_loading.ipynb #93591a86
+def _half(cache:Path)->Path:
+    "A new folder in the cache, for what is not whole yet"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix='.half-', dir=cache))
+    except OSError as e:
+        raise OSError(e.errno, f"{e.strerror}: set CBATCH_CACHE to a folder that can be written", str(cache)) from e
+
+def _told(gguf:Path, folder:Path, e:Exception)->Exception:
+    "What was wrong when a file was unpacked, if it can be told better"
+    from gguf import GGUFReader
+    if isinstance(e, CannotServe): return e
+    try: tensors = GGUFReader(gguf).tensors
+    except Exception as why: return ValueError(f"{gguf}: incomplete or damaged ({why}): download it again")
+    need, free = sum(t.n_elements for t in tensors) * 4, shutil.disk_usage(folder.parent).free
+    if need < free: return e
+    room = f"{need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free: set CBATCH_CACHE"
+    return OSError(28, room, str(folder.parent))
+
 # %% ../nbs/03_loading.ipynb #419fd819
 def _convert(gguf:Path)->Path:
     "Folder with a GGUF file's model as float32 safetensors; made when it is not there"
     folder = cache_dir()/f'{gguf.stem.lower()}-{_cache_key(gguf)}'
     if folder.is_dir(): return folder  # only whole folders ever get this name
     _need(gguf.name, 'gguf')
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    half = _half(folder.parent)
     print(f'cbatch: unpacking {gguf.name} to {folder}, once (half a minute)', file=sys.stderr)
-    half = Path(tempfile.mkdtemp(prefix='.half-', dir=folder.parent))
     try:
         with quiet():
             _gguf_model(gguf).save_pretrained(half)
@@ -101,6 +121,7 @@ def _convert(gguf:Path)->Path:
         try: os.replace(half, folder)
         except OSError:
             if not folder.is_dir(): raise  # else another process was first, with the same content
+    except Exception as e: raise _told(gguf, folder, e) from e
     finally: shutil.rmtree(half, ignore_errors=True)
     return folder
 
@@ -113,7 +134,8 @@ def _place(
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try: device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as e: raise ValueError(f"device={device!r}: not available here ({e})") from e
+    except (RuntimeError, AssertionError) as e:
+        raise ParamError('device', f"device={device!r}: not available here ({e})") from e
     if dtype == 'auto':
         modern = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8  # these compute in bfloat16
         dtype = torch.bfloat16 if modern else torch.float16 if device.type == 'cuda' else torch.float32
@@ -143,6 +165,32 @@ def _dummy(config:PreTrainedConfig, dtype:torch.dtype, device:torch.device)->Pre
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
+# %% ../nbs/03_loading.ipynb #e5e7fc82
+_PICKLED = """its weights are pickled, and whoever reads a pickle runs the code in it. If you trust it, convert it once:
+AutoModelForCausalLM.from_pretrained(name, use_safetensors=False).save_pretrained(folder)"""
+
+def _look(name:str, folder:Path):
+    "Refuse what is no model, where that can be seen without asking the hub"
+    if name.lower() == 'smollm2': raise ModelNotFound(f"{name}: did you mean smollm2?")
+    if folder.is_file(): raise ModelNotFound(f"{name}: is a file; give a .gguf file, or the folder of a model")
+    if not folder.is_dir():
+        if name.startswith(('.', '~')) or folder.is_absolute(): raise ModelNotFound(f"{name}: no such folder")
+        return
+    inside = sorted(p.name for p in folder.iterdir())
+    if 'config.json' not in inside:
+        ggufs = [n for n in inside if n.endswith('.gguf')]
+        raise ModelNotFound(f"{name}: no config.json in this folder" + (f"; give {folder/ggufs[0]}" if ggufs else ''))
+
+def _fault(name:str, path:Path, e:Exception)->Exception:
+    "What was wrong with the weights in a folder, if it can be told better"
+    from safetensors import safe_open
+    for p in sorted(path.glob('*.safetensors')):
+        try: safe_open(p, 'pt')
+        except Exception as why: return ValueError(f"{p}: incomplete or damaged ({why}): write or download it again")
+    if any(path.glob('*.safetensors*')) or isinstance(e, CannotServe): return e
+    pickled = any(path.glob('*.bin')) or '.bin' in str(e)
+    return ModelNotFound(f"{name}: {_PICKLED if pickled else f'no weights (*.safetensors) were found: {e}'}")
+
 # %% ../nbs/03_loading.ipynb #02f9e565
 def _source(
     name:str, # smollm2, a .gguf file, a folder, a hub id
@@ -150,6 +198,7 @@ def _source(
     "Where a name leads"
     gguf = smollm2_gguf() if name == 'smollm2' else Path(name) if name.lower().endswith('.gguf') else None
     if gguf and not gguf.is_file(): raise ModelNotFound(f"{name}: no such file")
+    if not gguf: _look(name, Path(name))
     return str(_convert(gguf) if gguf else name)
 
 def _from_pretrained(
@@ -162,13 +211,15 @@ def _from_pretrained(
     source = _source(name)
     try: config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError as e:
-        raise ModelNotFound(f"{name!r}: not smollm2, not a folder or .gguf file here, not given by the hub: {e}") from e
+        what = f"{name!r}: not smollm2, not a folder or .gguf file here, not given by the hub{near(name, ['smollm2'])}"
+        raise ModelNotFound(f"{what}: {e}") from e
     rehearse(config)
     path = Path(cached_file(source, 'config.json')).parent  # type: ignore[arg-type]  # or it raises: `config` was there
     if load_format == 'dummy':
         return CausalLM(_dummy(config, dtype, device), _tokenizer(source, path), f'{name}, random weights')
-    both:Any = AutoModelForCausalLM.from_pretrained(
+    try: both:Any = AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+    except Exception as e: raise _fault(name, path, e) from e
     model, info = both
     lacking = sorted(info['missing_keys'])
     if lacking: raise ValueError(f"{name}: its files lack the weights {', '.join(lacking)}")

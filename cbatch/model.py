@@ -7,7 +7,7 @@ __all__ = ['HARMLESS', 'CausalLM', 'byte_tokenizer', 'small_config', 'tiny_lm', 
            'AttnLayer', 'check_asked', 'probe', 'rehearse', 'quiet']
 
 # %% ../nbs/02_model.ipynb #10f95626
-import atexit, html, inspect, shutil, tempfile, torch
+import atexit, html, inspect, os, shutil, tempfile, torch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -43,8 +43,11 @@ class CausalLM:
     def eos_ids(self)->frozenset[int]:
         "Ids that end a text: the generation config knows them best"
         for o in (getattr(self.hf_model, 'generation_config', None), self.config, self.tokenizer):
-            ids = getattr(o, 'eos_token_id', None)
-            if ids not in (None, []): return frozenset([ids] if isinstance(ids, int) else ids)
+            ids:Any = getattr(o, 'eos_token_id', None)
+            ids = ids.tolist() if hasattr(ids, 'tolist') else ids
+            if ids in (None, []): continue
+            given, n = ids if isinstance(ids, (list, tuple, set)) else [ids], self.vocab_size
+            return frozenset(i for i in given if type(i) is int and 0 <= i < n)
         return frozenset()
 
 # %% ../nbs/02_model.ipynb #5f24ead5
@@ -336,7 +339,13 @@ def save(self:CausalLM,
     if folder is None:
         folder = tempfile.mkdtemp(prefix='cbatch-')
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with quiet():
-        self.hf_model.save_pretrained(folder)
-        if self.tokenizer is not None: self.tokenizer.save_pretrained(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    half = Path(tempfile.mkdtemp(prefix='.half-', dir=folder))     # a disk that fills up leaves old files whole
+    try:
+        with quiet():
+            self.hf_model.save_pretrained(half)
+            if self.tokenizer is not None: self.tokenizer.save_pretrained(half)
+        for p in half.iterdir(): os.replace(p, Path(folder)/p.name)
+    except Exception as e: raise OSError(f"{folder}: the model could not be written: {e}") from e
+    finally: shutil.rmtree(half, ignore_errors=True)
     return str(folder)

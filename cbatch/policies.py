@@ -8,7 +8,7 @@ __all__ = ['POLICIES', 'Static', 'Dynamic', 'get_policy']
 # %% ../nbs/21_policies.ipynb #e832a463
 from fastcore.basics import patch
 from .core import Padding, Plan, Reason, Request, Why
-from .params import ParamError, check_number
+from .params import ParamError, check_number, near
 from .scheduler import Policy, Scheduler, Turns
 
 # %% ../nbs/21_policies.ipynb #533ff1ec
@@ -67,8 +67,7 @@ class Dynamic(Static):
         pad:bool=True,    # as in `Static`
     ):
         super().__init__(pad)
-        check_number('window', window, 0, 1e6, 'seconds, from 0 up')
-        self.window = window
+        self.window = check_number('window', window, 0, 1e6, 'seconds, from 0 up')
 
     def close(self, s:Scheduler, now:float)->Reason|None:
         if s.running: return Reason(Why.CLOSED)
@@ -88,5 +87,6 @@ def get_policy(
     "The policy that is meant; names give a new object each time, since a policy keeps state"
     if isinstance(policy, Policy): return policy
     if not isinstance(policy, str) or policy not in POLICIES:
-        raise ParamError('policy', f"policy={policy!r}: know {', '.join(POLICIES)}, or give a Policy object")
+        close = near(str(policy), POLICIES) if policy not in ('continuous', 'fcfs') else ": that is vllm, the default"
+        raise ParamError('policy', f"policy={policy!r}{close}; know {', '.join(POLICIES)}, or give a Policy object")
     return POLICIES[policy]()

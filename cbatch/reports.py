@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fastcore.basics import patch
 from typing import Any
 from .core import CompletionOutput, Failure, Request, RequestMetrics, RequestOutput, Scores, Status, StepOutput
+from .params import Fixed
 from .text import Detokenizer
 
 # %% ../nbs/27_reports.ipynb #3ecae94d
@@ -31,10 +32,10 @@ class Answer:
         "Take over the scores that a step brought, once the scheduler has taken its tokens"
         name, r = self.request.request_id, self.request
         for new in out.logprobs.get(name, ())[:len(r.output_ids) - len(self.logprobs)]:
-            self.logprobs.append(new)
+            self.logprobs.append(Fixed(new))
             self.score += next(iter(new.values())).logprob
         at, scores = out.prompt_logprobs.get(name, (0, []))
-        self.prompt_logprobs += scores[len(self.prompt_logprobs) - at:]     # some come again after a preemption
+        self.prompt_logprobs += map(Fixed, scores[len(self.prompt_logprobs) - at:])  # some come again after preemption
 
     def cut(self, n:int):
         "Forget all tokens after the first `n`: they came in one step with the token that ended the text"
@@ -68,12 +69,13 @@ class Draft:
 @patch
 def output(self:Draft)->RequestOutput:
     "The report, as it was true then"
-    for c, (n, sent) in zip(self.answers, self.ends):
-        c.text, c.token_ids, c.logprobs = c.text[:sent], c.token_ids[:n], c.logprobs and c.logprobs[:n]
-    r, name = self.requests[0], self.request_id
+    own = [CompletionOutput(c.index, c.text[:sent], c.token_ids[:n], c.finish_reason, c.stop_reason, c.delta,
+                            c.logprobs and c.logprobs[:n], c.cumulative_logprob)
+           for c, (n, sent) in zip(self.answers, self.ends)]
+    r, name, ids = self.requests[0], self.request_id, [*self.requests[0].prompt_ids]
     scores = None if self.scores is None else [None, *self.scores]
     timing = self._timing()
-    return RequestOutput(name, r.prompt, r.prompt_ids, self.answers, self.finished, timing, self.failure, scores)
+    return RequestOutput(name, r.prompt, ids, own, self.finished, timing, self.failure, scores)
 
 @patch
 def _timing(self:Draft)->RequestMetrics:

@@ -15,6 +15,8 @@ from typing import Any, Callable
 from .core import RequestMetrics
 from .driving import Outcome
 from .metrics import e2e_s, goodput, itls_s, percentile, tpot_s, ttft_s
+from .params import plain
+from .trace import written
 
 # %% ../nbs/45_results.ipynb #ae0ed9d2
 def _cpu()->str:
@@ -153,8 +155,9 @@ def per_step_ms(
 
 # %% ../nbs/45_results.ipynb #2ddf3f55
 def refuse_folders(**paths:str|None):
-    "Refuse a path whose folder is not there, named as the option that gave it, before the work and not after it"
+    "Refuse a path that no file can have, named as the option that gave it, before the work and not after it"
     for name, p in paths.items():
+        if p and Path(p).is_dir(): raise ValueError(f"--{name} {p}: is a folder, give the name of a file")
         if p and not (folder := Path(p).absolute().parent).is_dir():
             raise ValueError(f"--{name} {p}: there is no folder {folder}")
 
@@ -169,9 +172,9 @@ def write_record(
 ):
     "Write what was measured, where, and with what command"
     if not path: return
-    text = json.dumps(dict(command=command_line(), machine=facts.get('machine') or machine()) | facts)
+    text = json.dumps(dict(command=command_line(), machine=facts.get('machine') or machine()) | facts, default=plain)
     rounded = json.loads(text, parse_float=lambda x: float(f'{float(x):.6g}'))
-    Path(path).write_text(json.dumps(rounded, indent=1) + '\n', encoding='utf-8')
+    with written(path) as f: f.write(json.dumps(rounded, indent=1) + '\n')
     print(f'record: {path}')
 
 def read_goodput(text:str)->dict[str, float]:

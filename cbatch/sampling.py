@@ -8,10 +8,11 @@ __all__ = ['SamplerState', 'masked_rows', 'bad_word_ids', 'edit_logits', 'distri
 # %% ../nbs/06_sampling.ipynb #a9c9d497
 import copy, math
 import numpy as np, torch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fastcore.basics import patch
+from typing import NoReturn
 from .native import Struct
-from .params import MAX_BAD_TOKENS, SamplingParams
+from .params import MAX_BAD_TOKENS, ParamError, SamplingParams
 
 # %% ../nbs/06_sampling.ipynb #37288398
 def _array(xs:Iterable[float], dtype=np.int64)->np.ndarray: return np.fromiter(xs, dtype)
@@ -93,23 +94,30 @@ def masked_rows(
     return [*masks]
 
 # %% ../nbs/06_sampling.ipynb #be6c42a4
+def _spellings(word:str, encode:Callable[[str], tuple[int, ...]])->list[tuple[int, ...]]:
+    "Ids of a text without and with a space before; of one that is all blank, alone and behind a letter"
+    if bare := word.lstrip():
+        plain, spaced = encode(bare), encode(' ' + bare)
+        also = spaced if len(spaced) == len(plain) and spaced[:1] != plain[:1] else ()
+    else:
+        plain, letter, behind = encode(word), encode('a'), encode('a' + word)
+        also = behind[len(letter):] if behind[:len(letter)] == letter else ()
+    return [ids for ids in dict.fromkeys((plain, also)) if ids]
+
 def bad_word_ids(
     words:Sequence[str],     # texts
     tokenizer,               # transformers' tokenizer
     vocab_size:int,          # width of the logits
 )->tuple[tuple[int, ...], ...]: # sequences of ids that spell one of them
-    "Token sequences of `bad_words`, without and with a space before; `ValueError` if they can't be forbidden"
-    if words and tokenizer is None: raise ValueError("bad_words need a tokenizer: LLM(..., tokenizer=...)")
-    out = []
+    "Token sequences of `bad_words`, each in its spellings; `ParamError` if they can't be forbidden"
+    def refuse(why:str)->NoReturn: raise ParamError('bad_words', f"bad_words: {why}")
+    if words and tokenizer is None: refuse("they need a tokenizer, LLM(..., tokenizer=...)")
+    encode, out = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)), list[tuple[int, ...]]()
     for w in words:
-        encode = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-        plain, spaced = encode(w.lstrip()), encode(' ' + w.lstrip())
-        if not plain: raise ValueError(f"bad_words: {w!r} has no tokens")
-        out += [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
-    n = sum(map(len, out))
-    if n > MAX_BAD_TOKENS: raise ValueError(f"bad_words: {n} tokens, at most {MAX_BAD_TOKENS}")
-    if any(t >= vocab_size for ids in out for t in ids):
-        raise ValueError(f"bad_words: a token is not in the vocabulary of {vocab_size}")
+        if not (found := _spellings(w, encode)): refuse(f"{w!r} has no tokens")
+        out += found
+    if (n := sum(map(len, out))) > MAX_BAD_TOKENS: refuse(f"{n} tokens, at most {MAX_BAD_TOKENS}")
+    if any(t >= vocab_size for ids in out for t in ids): refuse(f"a token is not in the vocabulary of {vocab_size}")
     return tuple(out)
 
 # %% ../nbs/06_sampling.ipynb #a303689a

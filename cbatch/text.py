@@ -13,7 +13,7 @@ from typing import Any
 from fastcore.basics import patch
 from transformers import PreTrainedTokenizerBase
 from .core import in_words, is_for_all
-from .params import SamplingParams
+from .params import ParamError, SamplingParams
 
 # %% ../nbs/09_text.ipynb #2e599277
 def _letters()->dict[str, int]:
@@ -316,7 +316,7 @@ def encode_text(tokenizer:PreTrainedTokenizerBase, text:str, **kw)->list[int]:
     "Tokens of a text; `ValueError` for what is no Unicode text"
     try: text.encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f"prompt: character {e.start} is no Unicode text (a lone surrogate)") from None
+        raise ParamError('prompt', f"prompt: character {e.start} is no Unicode text (a lone surrogate)") from None
     return tokenizer.encode(text, **kw)
 
 def _encode_parts(tokenizer:PreTrainedTokenizerBase, parts:list[str])->list[int]:
@@ -338,12 +338,14 @@ def _check_messages(messages:list[dict[str, Any]]):
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError("messages: give a list of at least one message")
     for m in messages:
+        said = repr(m)[:80]
         if not isinstance(m, dict) or m.get('role') not in _ROLES:
-            raise ValueError(f"message {m!r}: needs a role, one of {', '.join(_ROLES)}")
+            raise ValueError(f"message {said}: needs a role, one of {', '.join(_ROLES)}")
         if odd := [k for k in m if k not in _FIELDS]:
             raise ValueError(f"message field {odd[0]!r}: know {', '.join(_FIELDS)}")
         if not isinstance(m.get('content'), str) and not (m.get('content') is None and m.get('tool_calls')):
-            raise ValueError(f"message {m!r}: needs a content, as text")
+            parts = "; join the texts of its parts" if isinstance(m.get('content'), list) else ''
+            raise ValueError(f"message {said}: needs a content, as text{parts}")
 
 # %% ../nbs/09_text.ipynb #b76f3d12
 def _template_of(tokenizer:PreTrainedTokenizerBase, tools:list[dict[str, Any]]|None)->str:

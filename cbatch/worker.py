@@ -71,11 +71,13 @@ class Limits:
     idle_s:float = 1.                 # how often a thread without work looks whether its event loop still lives
 
     def __post_init__(self):
-        for k in ('max_waiting', 'max_buffer_bytes'): check_whole(k, getattr(self, k), 1, 'an integer from 1 up')
-        if self.max_waiting_tokens is not None:
-            check_whole('max_waiting_tokens', self.max_waiting_tokens, 1, 'an integer from 1 up, or None')
-        for k in ('send_timeout_s', 'stall_s', 'idle_s'):
-            check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
+        whole = {k: check_whole(k, getattr(self, k), 1, 'an integer from 1 up')
+                 for k in ('max_waiting', 'max_buffer_bytes')}
+        if (n := self.max_waiting_tokens) is not None:
+            whole['max_waiting_tokens'] = check_whole('max_waiting_tokens', n, 1, 'an integer from 1 up, or None')
+        times = {k: check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
+                 for k in ('send_timeout_s', 'stall_s', 'idle_s')}
+        for k, v in (whole | times).items(): object.__setattr__(self, k, v)
 
 # %% ../nbs/34_worker.ipynb #f969215c
 class Worker(Thread):

@@ -96,7 +96,7 @@ def faster(self:Workload,
     factor:float, # 2 lets people come twice as fast
 )->Workload:
     "The same people in less time"
-    check_number('factor', factor, 1e-9, 1e9, 'a number above 0')
+    factor = check_number('factor', factor, 1e-9, 1e9, 'a number above 0')
     return self._with(replace(x, arrival=x.arrival / factor) for x in self.items)
 
 @patch

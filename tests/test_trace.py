@@ -119,7 +119,8 @@ def test_why_survives_a_ring_without_the_arrival():
     c = Crowd(maxlen=3, keyframe_every=3)
     c.add(2, 12, 'a')
     for _ in range(8): c.step()
-    assert c.trace.why('a') == ['steps 5-7: decode'] and c.trace.why('nobody') == []
+    assert c.trace.why('a') == ['steps 5-7: decode']
+    with pytest.raises(ValueError, match='nobody'): c.trace.why('nobody')
 
 @pytest.fixture
 def saved(tmp_path):
