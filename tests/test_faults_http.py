@@ -122,7 +122,7 @@ def test_fault_07_huge_n(nothing_added):
 
 def test_fault_08_max_tokens(nothing_added):
     w = nothing_added
-    for x in (0, -1, 5.0, '5', True, [], 10**30): refused(w.complete(max_tokens=x))
+    for x in (0, -1, 5.5, -2.0, '5', True, [], 10**30, 1e300): refused(w.complete(max_tokens=x))
     refused(w.complete(max_tokens=10**9), param='prompt', code='context_length_exceeded')
     refused(w.chat(max_tokens=0), param='max_tokens')
     refused(w.chat(max_completion_tokens=4), param='max_completion_tokens')
@@ -131,6 +131,8 @@ def test_fault_08_max_tokens(nothing_added):
 
 def test_fault_08_legal_max_tokens(w):
     assert w.chat(max_tokens=None, max_completion_tokens=3).json['usage']['completion_tokens'] == 3
+    # JSON has one kind of number
+    assert w.complete(max_tokens=2.0, n=2.0, seed=0.0).json['usage']['completion_tokens'] == 4
     assert w.complete(max_tokens=0, echo=True, prompt='abc').json['choices'][0] == dict(index=0, text='abc',
         logprobs=None, finish_reason='length')
 
@@ -156,7 +158,7 @@ def test_fault_10_logit_bias(nothing_added):
 
 def test_fault_11_stop(w):
     before = added(w)
-    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**6, 5, [5], {'a': 1}):
+    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**5, 5, [5], {'a': 1}):
         refused(w.complete(stop=x), param='stop')
     assert added(w) == before
     text = lambda **kw: w.complete('Hello', max_tokens=40, **kw).json['choices'][0]
@@ -169,7 +171,7 @@ def test_fault_11_stop(w):
     assert [eos(x) for x in (None, [], ' ')] == ['stop'] * 3     # none of them silences the end-of-sequence id
 
 def test_fault_12_logprobs(w):
-    for x in (21, -1, 10**9, '5', True, 1.0): refused(w.complete(logprobs=x), param='logprobs')
+    for x in (21, -1, 10**9, '5', True, 1.5): refused(w.complete(logprobs=x), param='logprobs')
     for x in (21, -1, 10**9): refused(w.chat(logprobs=True, top_logprobs=x), param='top_logprobs')
     for x in (21, -1, 10**9): refused(w.complete(prompt_logprobs=x), param='prompt_logprobs')
     refused(w.complete(prompt_logprobs=1, stream=True), param='prompt_logprobs')

@@ -160,7 +160,7 @@ def test_a_stream_says_what_the_whole_says(reports, api, usage, echo, top):
                                                            else dict(logprobs=True, top_logprobs=top))
     h = head(api, stream=True, **kw, **(dict(echo=echo) if api == 'C' else {}))
     ch = Chunks(h, ['PQ'])
-    chunks = ch.open() + [c for o in reports for c in ch.news(0, o)] + ch.close()
+    chunks = [c for o in reports for c in ch.news(0, o)] + ch.close()
     whole = json.loads(dumps(h.whole([reports[-1]], ['PQ'])))
     if api == 'H':
         for c in chunks: ChatCompletionChunk.model_validate(c, strict=True)
