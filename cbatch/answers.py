@@ -29,14 +29,17 @@ def _finite(logprob:float)->float:
 
 class Places:
     "Where the tokens of a growing text begin"
-    def __init__(self, grow:Callable[[int], str], at:int=0): self.grow, self.at = grow, at
+    def __init__(self, grow:Callable[[int], str], spell:Callable[[int], bytes], at:int=0):
+        self.grow, self.spell, self.at = grow, spell, at
 
     def take(self, ids:list[int])->list[int]:
         "Places of the next tokens, in characters"
         found = []
         for i in ids:
-            found.append(self.at)
-            self.at += len(self.grow(i))
+            new, own = self.grow(i), shown(self.spell(i))
+            late = len(new) - len(own) if new.endswith(own) else 0    # what tokens before it had left open
+            found.append(self.at + max(0, late))
+            self.at += len(new)
         return found
 
 def _best(scores:dict[int, Logprob], k:int)->list[tuple[int, Logprob]]:
@@ -112,9 +115,9 @@ class Head:
 
     def places(self, at:int=0)->Places:
         "Places in a text, `at` characters of which are there"
-        if self.grows: return Places(self.grows(), at)
+        if self.grows: return Places(self.grows(), self.spell, at)
         utf8 = codecs.getincrementaldecoder('utf-8')('replace')
-        return Places(lambda i: utf8.decode(self.spell(i)), at)
+        return Places(lambda i: utf8.decode(self.spell(i)), self.spell, at)
 
     def body(self, choices:Any, chunk:bool=False, **more)->dict[str, Any]:
         "An answer or a chunk"
