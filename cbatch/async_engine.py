@@ -15,7 +15,7 @@ from .core import Asked, RequestOutput, StepRecord
 from .handover import Box, for_future
 from .llm import LLM
 from .params import ANY, MAX_SCORES, ParamError, SamplingParams, check_number, check_text, wished
-from .text import decode, encode_chat
+from .text import decode, encode_chat, encode_text, opening
 from .worker import Limits, Observer, Worker
 
 # %% ../nbs/35_async_engine.ipynb #4bc6168a
@@ -243,6 +243,7 @@ async def add_many(self:AsyncLLM,
     cache_salt:str|None=None,  # cached blocks are shared among equal salts only
     request_ids:list[str|None]|None=None, # each unlike those of all live requests; None: as the engine likes
     quiet:bool=False,          # the last report of each is enough
+    check:Callable[[list[Asked]], None]|None=None, # looks at all of them before one is queued; what it raises is raised
 )->list[Stream]:               # in order
     "Queue all or none. `ValueError` for a request that can't be served, `Overloaded`, `Unavailable`"
     if self.worker.desk.loop is None: await self.start()
@@ -255,6 +256,7 @@ async def add_many(self:AsyncLLM,
     kw:dict[str, Any] = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
     requests = await self._charged(num, lambda: [llm.prepare(prompt, params, **kw) for prompt, params in asks])
     _check_scores(requests)
+    if check: check(requests)
     self.ensure_ready()
     self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests))
     return self._send(requests, request_ids or [None] * len(requests), quiet)
@@ -331,15 +333,23 @@ async def call(self:AsyncLLM,
 async def encode(self:AsyncLLM,
     prompt:Any,                                # text, token ids, or messages
     tools:list[dict[str, Any]]|None=None,      # JSON schemas of functions, for messages
+    add_special_tokens:bool|None=None,         # None: for text as the tokenizer likes, for messages as the template
 )->list[int]:                                  # token ids
     "Tokens of a prompt, without holding up the event loop or a step; `ValueError` if it has none, `Overloaded`"
     llm = self.ensure_ready()
     def work()->list[int]:
-        if not tools: return llm.encode(prompt)
+        if not tools: return _begun(llm, prompt, llm.encode(prompt), add_special_tokens)
         if isinstance(prompt, str): raise ParamError('tools', "tools: they need messages, not a text")
         if llm.tokenizer is None: raise ParamError('prompt', "the model came without a tokenizer: give token ids")
         return encode_chat(llm.tokenizer, prompt, tools)
     return await self._charged(1, work)
+
+def _begun(llm:LLM, prompt:Any, ids:list[int], add:bool|None)->list[int]:
+    "A prompt's ids, with or without what the tokenizer puts before a text"
+    if add is False and isinstance(prompt, str): return encode_text(llm.tokenizer, prompt, add_special_tokens=False)
+    if not add or isinstance(prompt, str) or not isinstance(prompt[0], dict): return ids
+    first = opening(llm.tokenizer)
+    return ids if ids[:len(first)] == first else first + ids
 
 @patch
 async def decode(self:AsyncLLM,

@@ -8,7 +8,7 @@ __all__ = ['APIS', 'API_FIELDS', 'CHAT_ROLES', 'READERS', 'Field', 'fields_of', 
 
 # %% ../nbs/37_protocol.ipynb #6e6510d9
 import json, math, re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from .params import MAX_CHARS, MOST, NUMBERS, WHOLES, CapacityError, ParamError, SamplingParams
@@ -65,6 +65,9 @@ API_FIELDS += [
     Field('prompt_logprobs', 'CH', 'integer', *_COUNT, doc='the same for the tokens of the prompt; not in a stream'),
     Field('echo', 'C', 'boolean', default=False, doc='begin the answer with the prompt'),
     Field('skip_special_tokens', 'CH', 'boolean', default=True, doc='leave special tokens out of the text'),
+    Field('add_special_tokens', 'C', 'boolean', default=True, doc='begin a text as the tokenizer begins texts'),
+    Field('add_special_tokens', 'H', 'boolean', default=False, doc='the same, before what the template writes'),
+    Field('add_special_tokens', 'T', 'boolean', doc='the same; if absent, true for text and false for messages'),
     Field('include_stop_str_in_output', 'CH', 'boolean', default=False, doc='keep the stop string that ended it'),
     Field('stream', 'CH', 'boolean', default=False, doc='answer as server-sent events'),
     Field('stream_options', 'CH', 'options', doc='include_usage: one last chunk counts the tokens'),
@@ -95,6 +98,7 @@ def _must(ok:bool, f:Field, x:object, what:str):
     if not ok: bad_request(f"{f.name}={quote(x)}: must be {what}", f.name)
 
 def _whole(f:Field, x:Any, vocab:int)->int:
+    if type(x) is float and x.is_integer(): x = int(x)
     _must(type(x) is int and f.least <= x <= f.most, f, x, f'an integer from {f.least} to {f.most}')
     return x
 
@@ -134,7 +138,9 @@ def _bias(f:Field, x:Any, vocab:int)->dict[int, float]:
         _each(bool(known), f, k, f'keys are token ids from 0 to {vocab - 1}')
         if type(b) not in (int, float) or not -100 <= b <= 100:
             bad_request(f"{f.name}[{k}]={quote(b)}: must be a number from -100 to 100", f.name)
-    return {int(k): b for k, b in x.items()}
+    bias = {int(k): b for k, b in x.items()}
+    _must(len(bias) == len(x), f, x, "one number for each token id, and it has an id in two spellings")
+    return bias
 
 # %% ../nbs/37_protocol.ipynb #8a89229c
 def _options(f:Field, x:Any, vocab:int)->dict[str, Any]:
@@ -206,10 +212,19 @@ def read_fields(
         out[k] = f.default if x is None else READERS[f.kind](f, x, vocab_size)
     return out
 
+_STREAM_OPTIONS, _PART = ('include_usage',), ('type', 'text')
+
 def unknown(api:str, body:dict[str, Any])->list[str]:
-    "Names of fields that nobody reads, fit for a header"
+    "Names of fields that nobody reads, at any depth, fit for a header"
+    def odd(x:Any, known:Collection[str], at:str='')->list[str]:
+        return [at + k for k, v in x.items() if k not in known and v is not None]
     known = fields_of(api)
-    return [re.sub(r'[^\w.-]', '?', k, flags=re.A)[:40] for k in body if k not in known and body[k] is not None][:10]
+    found, read = odd(body, known), {k: v for k, v in body.items() if k in known}
+    found += odd(read.get('stream_options') or {}, _STREAM_OPTIONS, 'stream_options.')
+    for m in read.get('messages') or ():
+        parts = m['content'] if isinstance(m.get('content'), list) else ()
+        found += [k for p in parts for k in odd(p, _PART, 'messages.content.')]
+    return [re.sub(r'[^\w.-]', '?', k, flags=re.A)[:40] for k in dict.fromkeys(found)][:10]
 
 # %% ../nbs/37_protocol.ipynb #eafc7087
 @dataclass
@@ -230,6 +245,7 @@ class Ask:
     user:str|None = None
     cache_salt:str|None = None
     timeout_s:float|None = None
+    add_special_tokens:bool = True # those that the tokenizer adds to a text
     ignored:list[str] = field(default_factory=list)  # names of unknown fields
 
     @property
@@ -290,7 +306,8 @@ def read_request(
     return Ask(api, v['model'], prompts, _params(v, where, guess, top), ignored=unknown(api, body),
                stream=v['stream'], include_usage=bool((options or {}).get('include_usage')), echo=v.get('echo', False),
                score_only=most == 0, fixed=most is not None, top=top, show_prompt=v['prompt_logprobs'] is not None,
-               priority=v['priority'], user=v['user'], cache_salt=v['cache_salt'], timeout_s=v['timeout'])
+               priority=v['priority'], user=v['user'], cache_salt=v['cache_salt'], timeout_s=v['timeout'],
+               add_special_tokens=v['add_special_tokens'])
 
 # %% ../nbs/37_protocol.ipynb #bb151e4a
 def fitted(

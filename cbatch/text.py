@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['token_bytes', 'Vocab', 'vocab_of', 'decode', 'ByteText', 'WindowText', 'ByteRun', 'cut_at_stop', 'Stops',
-           'Detokenizer', 'control_tokens', 'encode_text', 'encode_chat']
+           'Detokenizer', 'control_tokens', 'opening', 'encode_text', 'encode_chat']
 
 # %% ../nbs/09_text.ipynb #9e192bd9
 import codecs, json, re
@@ -312,12 +312,20 @@ def _break(x, letters:re.Pattern[str], mark:str):
     return {k: _break(o, letters, mark) for k, o in x.items()}
 
 # %% ../nbs/09_text.ipynb #e5e23502
-def encode_text(tokenizer:PreTrainedTokenizerBase, text:str, **kw)->list[int]:
+def opening(tokenizer:PreTrainedTokenizerBase)->list[int]:
+    "Ids that the tokenizer puts before any text"
+    ids, plain = tokenizer.encode('a'), tokenizer.encode('a', add_special_tokens=False)
+    return ids[:next((i for i in range(len(ids)) if ids[i:i + len(plain)] == plain), 0)]
+
+def encode_text(tokenizer:PreTrainedTokenizerBase, text:str, add_special_tokens:bool=True)->list[int]:
     "Tokens of a text; `ValueError` for what is no Unicode text"
     try: text.encode()
     except UnicodeEncodeError as e:
         raise ParamError('prompt', f"prompt: character {e.start} is no Unicode text (a lone surrogate)") from None
-    return tokenizer.encode(text, **kw)
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # the text has begun so by itself
+    if ids and add_special_tokens and ids[:1] == ids[1:2] == opening(tokenizer): del ids[0]
+    return ids
 
 def _encode_parts(tokenizer:PreTrainedTokenizerBase, parts:list[str])->list[int]:
     "Tokens of a text that was cut; no token spans a cut"

@@ -3,8 +3,8 @@ Each is followed by silence and by a request that is served as ever."""
 import threading
 import pytest
 from cbatch.model import tiny_lm
-from cbatch.text import decode
-from test_text import make
+from cbatch.text import decode, opening, vocab_of
+from test_text import make, marking
 from web import ref, web
 
 @pytest.fixture(scope='module')
@@ -151,3 +151,57 @@ def test_case_19_the_last_token(w, says):
     for n, why in ((3, 'length'), (4, 'stop'), (9, 'stop')):
         _, c = both(w, 'p', max_tokens=n)
         assert (c['text'], c['finish_reason']) == ('abc', why)
+
+# --- marks and places
+
+@pytest.fixture(scope='module', params=['bytes', 'fallback_bpe', 'metaspace_bpe', 'fallback_gemma'])
+def marked(request):
+    "A server whose tokenizer is of a kind; those with a mark put it before a text"
+    tok = make(request.param) if request.param == 'bytes' else marking(request.param)
+    model = tiny_lm('llama', vocab_size=max(258, len(tok)), eos_token_id=None, pad_token_id=None)
+    model.tokenizer = tok
+    with web(model) as w:
+        yield w
+        w.rests()
+
+def test_special_tokens_as_the_client_wants(marked):
+    w, tok = marked, marked.llm.tokenizer
+    bos = [] if tok.bos_token_id is None or not opening(tok) else [tok.bos_token_id]
+    count = lambda **kw: w.complete(**kw).json['usage']['prompt_tokens']
+    plain = tok.encode('abc', add_special_tokens=False)
+    ids = lambda **kw: w.ask('POST', '/tokenize', dict(model='tiny') | kw).json['tokens']
+    assert ids(prompt='abc') == ids(prompt='abc', add_special_tokens=True) == bos + plain
+    assert ids(prompt='abc', add_special_tokens=False) == plain
+    assert count(prompt='abc') == len(bos + plain)
+    assert count(prompt=['abc', 'abc'], add_special_tokens=False) == 2 * len(plain)
+    once = tok.encode('<s>abc', add_special_tokens=False)
+    assert ids(prompt='<s>abc') == once and count(prompt='<s>abc') == len(once)
+    assert count(prompt=bos + plain, add_special_tokens=False) == len(bos + plain)
+    assert w.complete(add_special_tokens='yes').error['param'] == 'add_special_tokens'
+    hi, tok.chat_template = [dict(role='user', content='abc')], '{{ messages[0].content }}'
+    assert ids(messages=hi) == ids(messages=hi, add_special_tokens=False) == plain
+    assert ids(messages=hi, add_special_tokens=True) == bos + plain
+    chat = lambda **kw: w.chat('abc', **kw).json['usage']['prompt_tokens']
+    assert (chat(), chat(add_special_tokens=True)) == (len(plain), len(bos + plain))
+    tok.chat_template = '{{ bos_token }}{{ messages[0].content }}'
+    if bos: assert ids(messages=hi, add_special_tokens=True) == ids(messages=hi) == once
+
+@pytest.mark.parametrize('prompt', ['abc', '<s>abc', 'é 👋 한', [5, 6, 7, 1, 40], 'a' * 30], ids=repr)
+def test_text_offset_is_an_offset_into_text(marked, prompt):
+    "Whole and streamed alike; where a token is text by itself, it stands there"
+    kw = dict(prompt=prompt, echo=True, logprobs=1, max_tokens=24)
+    c = marked.complete(**kw).json['choices'][0]
+    lp, text = c['logprobs'], c['text']
+    places = lp['text_offset']
+    assert places == sorted(places) and places[0] == 0 and places[-1] <= len(text)
+    frames = [f['choices'][0] for f in marked.complete(**kw, stream=True).frames]
+    assert sum((f['logprobs']['text_offset'] for f in frames if f['logprobs']), []) == places
+    n = len(places) - 24
+    echoed = prompt if isinstance(prompt, str) else decode(marked.llm.tokenizer, prompt)
+    assert places[n] == len(echoed) and text.startswith(echoed)
+    alone = marked.complete(**kw | dict(echo=False)).json['choices'][0]
+    assert [len(echoed) + i for i in alone['logprobs']['text_offset']] == places[n:]
+    # an answer's byte tokens need not be text, where a tokenizer has them for what it lacks
+    k = len(places) if vocab_of(marked.llm.tokenizer).by_bytes else n
+    for i, t in [*zip(places, lp['tokens'])][1:k]:
+        if t.isalnum() and t.isascii(): assert text.startswith(t, i)

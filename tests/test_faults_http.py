@@ -1,12 +1,13 @@
 """What a server must survive, one test for each row of a list of faults.
 After each the engine is at rest and the next answer is right."""
-import asyncio, re, socket, struct, sys, threading, time
+import asyncio, gc, json, random, re, socket, struct, sys, threading, time
 import openai, pytest, torch
 from cbatch import LLM, SamplingParams
-from cbatch.async_engine import AsyncLLM
+from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
 from cbatch.core import Code, Failure, Logprob
 from cbatch.model import tiny_lm
 from cbatch.server import background, make_server
+from cbatch.wire import LIMITS, ProtocolError
 from harness import quiet
 from web import ENGINE, NEXT, Web, ref, web
 
@@ -122,7 +123,7 @@ def test_fault_07_huge_n(nothing_added):
 
 def test_fault_08_max_tokens(nothing_added):
     w = nothing_added
-    for x in (0, -1, 5.0, '5', True, [], 10**30): refused(w.complete(max_tokens=x))
+    for x in (0, -1, 5.5, -2.0, '5', True, [], 10**30, 1e300): refused(w.complete(max_tokens=x))
     refused(w.complete(max_tokens=10**9), param='prompt', code='context_length_exceeded')
     refused(w.chat(max_tokens=0), param='max_tokens')
     refused(w.chat(max_completion_tokens=4), param='max_completion_tokens')
@@ -131,6 +132,8 @@ def test_fault_08_max_tokens(nothing_added):
 
 def test_fault_08_legal_max_tokens(w):
     assert w.chat(max_tokens=None, max_completion_tokens=3).json['usage']['completion_tokens'] == 3
+    # JSON has one kind of number
+    assert w.complete(max_tokens=2.0, n=2.0, seed=0.0).json['usage']['completion_tokens'] == 4
     assert w.complete(max_tokens=0, echo=True, prompt='abc').json['choices'][0] == dict(index=0, text='abc',
         logprobs=None, finish_reason='length')
 
@@ -156,7 +159,7 @@ def test_fault_10_logit_bias(nothing_added):
 
 def test_fault_11_stop(w):
     before = added(w)
-    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**6, 5, [5], {'a': 1}):
+    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**5, 5, [5], {'a': 1}):
         refused(w.complete(stop=x), param='stop')
     assert added(w) == before
     text = lambda **kw: w.complete('Hello', max_tokens=40, **kw).json['choices'][0]
@@ -169,7 +172,7 @@ def test_fault_11_stop(w):
     assert [eos(x) for x in (None, [], ' ')] == ['stop'] * 3     # none of them silences the end-of-sequence id
 
 def test_fault_12_logprobs(w):
-    for x in (21, -1, 10**9, '5', True, 1.0): refused(w.complete(logprobs=x), param='logprobs')
+    for x in (21, -1, 10**9, '5', True, 1.5): refused(w.complete(logprobs=x), param='logprobs')
     for x in (21, -1, 10**9): refused(w.chat(logprobs=True, top_logprobs=x), param='top_logprobs')
     for x in (21, -1, 10**9): refused(w.complete(prompt_logprobs=x), param='prompt_logprobs')
     refused(w.complete(prompt_logprobs=1, stream=True), param='prompt_logprobs')
@@ -558,3 +561,228 @@ def test_fault_35_nobody_reads_the_log(w, monkeypatch):
         def burst(plan): raise RuntimeError('logged')
         w.hooks.append(burst); assert w.complete().status == 500; w.hooks.clear()
         assert w.complete().status == 200
+
+# --- bytes: where a request ends, how much of it is held, how much is said
+
+CHUNKS, TWO = b'Transfer-Encoding: chunked', b'Content-Length: 2'
+FRAMINGS = [TWO + b'\r\n' + CHUNKS, CHUNKS + b'\r\n' + TWO, TWO + b'\r\n' + TWO, TWO + b'\r\nContent-Length: 30',
+            CHUNKS + b'\r\n' + CHUNKS, b'Content-Length: +2', b'Content-Length: -2', b'Content-Length: 2 2',
+            b'Content-Length: 2, 2', b'Content-Length: 0x2', b'Content-Length:', b'Content-Length : 2',
+            b'Transfer-Encoding: gzip, chunked', b'Transfer-Encoding: identity', b'Transfer-Encoding: xchunked',
+            b'Transfer-Encoding : chunked', b'X: a\r\n ' + TWO, b'Transfer-Encoding:\r\n chunked', b'X: a\n' + TWO,
+            b'X: a\r' + CHUNKS]
+
+def knocked(w, data):
+    "All that comes back until the connection ends"
+    s, said = socket.create_connection((w.host, w.port), timeout=5), b''
+    s.sendall(data)
+    try:
+        while piece := s.recv(65536): said += piece
+    except ConnectionError: pass
+    finally: s.close()
+    return said
+
+def second(path=b'/v1/models'): return b'GET ' + path + b' HTTP/1.1\r\nHost: smuggled\r\nConnection: close\r\n\r\n'
+
+@pytest.mark.parametrize('version', [b'1.1', b'1.0'])
+@pytest.mark.parametrize('framing', FRAMINGS, ids=repr)
+def test_nobody_can_tell_where_it_ends(shared, framing, version):
+    "One answer, an error, and the connection ends: what follows is no request"
+    for path, body in ((b'/v1/completions', b'{}'), (b'/health', b'{}'), (b'/nowhere', b'0\r\n\r\n')):
+        head = b'POST ' + path + b' HTTP/' + version + b'\r\nHost: x\r\nContent-Type: application/json\r\n'
+        said = knocked(shared, head + framing + b'\r\n\r\n' + body + second())
+        assert said.count(b'HTTP/1.1 ') == 1 and said[9:10] in b'45' and b'"data":[' not in said, said
+
+def test_an_encoding_in_http_1_0(shared):
+    said = knocked(shared, b'POST /nowhere HTTP/1.0\r\nHost: x\r\n' + CHUNKS + b'\r\n\r\n0\r\n\r\n' + second())
+    assert said.startswith(b'HTTP/1.1 400') and said.count(b'HTTP/1.1 ') == 1
+
+def test_what_is_clear_may_follow_at_once(shared):
+    "Pipelined requests are answered, also behind a body; but not behind one that nobody has read"
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
+    head = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    plain = head + b'Content-Length: %d\r\n\r\n' % len(body) + body
+    chunked = head + CHUNKS + b'\r\n\r\n%x\r\n' % len(body) + body + b'\r\n0\r\n\r\n'
+    for first in (plain, chunked, second().replace(b'close', b'keep-alive')):
+        assert knocked(shared, first + second()).count(b'HTTP/1.1 200') == 2
+    unread = b'GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n'
+    s = socket.create_connection((shared.host, shared.port), timeout=5); s.sendall(unread)
+    said = s.recv(65536)
+    assert b'connection: close' in said.lower()
+    s.close()
+
+def test_random_heads(shared):
+    "However the end of a body is said: the request behind it is answered only if it was said once"
+    rng = random.Random(3)
+    parts = [TWO, CHUNKS, b'content-length: 2', b'transfer-encoding: Chunked', b'X: y', b'Cookie: a=b']
+    for _ in range(60):
+        lines, ends = rng.choices(parts, k=rng.randrange(1, 4)), [b'\r\n'] * 9 + [b'\n', b'\r\n ']
+        framing = b''.join(l + rng.choice(ends) for l in lines[:-1]) + lines[-1] + b'\r\n\r\n'
+        said_by = [l for l in lines if l.lower().startswith((b'content-l', b'transfer'))]
+        body = b'0\r\n\r\n' if said_by and said_by[0].lower().startswith(b'transfer') else b'{}' if said_by else b''
+        said = knocked(shared, b'POST /nowhere HTTP/1.1\r\nHost: x\r\n' + framing + body + second())
+        if len(said_by) > 1 or b'\n' in framing.replace(b'\r\n', b'') or b'\r\n ' in framing:
+            assert said.startswith(b'HTTP/1.1 400') and said.count(b'HTTP/1.1 ') == 1, (framing, said)
+        assert said.count(b'HTTP/1.1 ') <= 2
+
+@pytest.mark.parametrize('kind,status', [('gzip', 415), ('br', 415), ('deflate, gzip', 415), ('x\xff' * 99, 415),
+                                         ('identity', 200), ('', 200)])
+def test_packed_bodies(shared, kind, status):
+    r = shared.complete(headers={'Content-Encoding': kind})
+    assert r.status == status
+    if status != 200: assert len(refused(r, 415)['message']) < 100
+
+def test_a_body_has_the_size_that_the_context_can_use(fresh):
+    with fresh(engine=dict(max_model_len=40)) as w:
+        assert w.server.front.body_bytes == 2**18 + 64 * 40
+        refused(w.complete('x' * 300_000), 413, code='body_too_large')
+        refused(w.complete('x' * 200_000), 400, code='context_length_exceeded')
+    with fresh(max_body_bytes=500) as w:
+        refused(w.complete('x' * 500), 413); assert w.complete('x').status == 200
+
+def test_bodies_share_a_budget(w, monkeypatch):
+    "Those that are large, and only while they are here"
+    front, bodies = w.server.front, w.server.front.bodies
+    monkeypatch.setattr(bodies, 'most', 300_000)
+    head = ('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+            f'Content-Length: {front.body_bytes}\r\n\r\n').encode()
+    slow = []
+    for _ in range(3):
+        slow.append(socket.create_connection((w.host, w.port), timeout=10))
+        slow[-1].sendall(head + b'{"x": "' + b'a' * 150_000)
+    w.wait(lambda: 150_000 < bodies.held <= 300_000)
+    got = refused(w.complete('a' * 280_000), 503, code='busy')
+    assert got['type'] == 'service_unavailable'
+    assert w.complete('a' * 300).status == 200
+    assert w.ask('POST', '/tokenize', dict(model='tiny', prompt='x')).status == 200
+    for s in slow: s.close()
+    w.wait(lambda: not bodies.held)
+    assert w.complete('a' * 280_000).error['code'] == 'context_length_exceeded' and not bodies.held
+
+def test_refusals_are_forgotten(fresh):
+    "Nothing refers to an error, its frames and their body once it is told; no garbage collector is needed"
+    kinds = ProtocolError, Overloaded, Unavailable
+    alive = lambda: [type(o).__name__ for o in gc.get_objects() if type(o) in kinds]
+    def slow(head, body):
+        s = socket.create_connection((w.host, w.port), timeout=10)
+        usual = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+        s.sendall(usual + head + b'\r\n\r\n' + body)
+        s.recv(500); s.close()
+    with fresh(body_timeout_s=.2, engine=dict(max_num_seqs=1), limits=dict(max_waiting=1)) as w:
+        hard = w.server.front.body_bytes
+        def fails(stream):
+            def burst(plan): raise RuntimeError('boom')
+            w.hooks.append(burst); w.complete(stream=stream); w.hooks.clear()
+        ways = dict(
+            slow=lambda: slow(b'Content-Length: 200000', b'a' * 190_000),
+            long=lambda: slow(CHUNKS, b'%x\r\n' % 2**20 + b'a' * hard),
+            announced=lambda: slow(b'Content-Length: 99999999', b'a'), model=lambda: w.complete(model='x' * 200),
+            path=lambda: w.ask('GET', '/nope'), method=lambda: w.ask('PUT', '/health'),
+            json=lambda: w.ask('POST', '/v1/completions', b'{"prompt": ' + b'[' * 50_000),
+            wrong=lambda: w.complete(n='a' * 50_000), far=lambda: w.complete('a' * 100_000), n=lambda: w.complete(n=9),
+            tokens=lambda: w.complete([5] * 3000), tokenize=lambda: w.ask('POST', '/tokenize', dict(model='tiny')),
+            packed=lambda: w.complete(headers={'Content-Encoding': 'br'}),
+            late=lambda: w.complete(timeout=.001, max_tokens=400),
+            failed=lambda: fails(False), in_a_stream=lambda: fails(True))
+        for name, f in ways.items():
+            gc.collect(); gc.disable()
+            try:
+                for _ in range(3): f()
+                w.wait(lambda: not alive(), f'{name} to be forgotten', 5)
+            finally: gc.enable()
+        w.rests()
+
+def test_one_parser_at_a_time(w, monkeypatch):
+    "Of large bodies; small ones don't wait for them"
+    import cbatch.front as front
+    lock, now, most, parse = threading.Lock(), [0], [0], front.parse_json
+    def counted(body):
+        if len(body) < 2**15: return parse(body)
+        with lock: now[0] += 1; most[0] = max(most[0], now[0])
+        time.sleep(.05)
+        assert w.complete().status == 200
+        try: return parse(body)
+        finally:
+            with lock: now[0] -= 1
+    monkeypatch.setattr(front, 'parse_json', counted)
+    ts = [threading.Thread(target=w.complete, args=('a' * 100_000,)) for _ in range(4)]
+    for t in ts: t.start()
+    for t in ts: t.join(20)
+    assert most == [1] and now == [0]
+
+def test_answers_that_would_be_too_large(w, monkeypatch):
+    "Refused before anything is computed, with the names of what to lower; what is less is served"
+    monkeypatch.setitem(LIMITS, 'answer_bytes', 10**6)
+    before, want = added(w), dict(echo=True, logprobs=20, prompt_logprobs=20, max_tokens=1)
+    for stream in (False, True):
+        kw = want | (dict(stream=True, prompt_logprobs=None, n=16, max_tokens=3) if stream else dict(n=8))
+        e = refused(w.complete([[5] * 100] * 2, **kw), 400, param='n')
+        assert 'logprobs' in e['message'] and 'echo' in e['message']
+    refused(w.chat('a' * 300, logprobs=True, top_logprobs=20, n=16, max_tokens=100), 400, param='n')
+    assert added(w) == before
+    assert w.complete([5] * 100, **want).status == 200
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_large_answers_leave_in_pieces(w, monkeypatch, stream):
+    "Whole and streamed, by both APIs, they say what they say in one piece"
+    kw = dict(n=2, seed=3, temperature=1, max_tokens=30, stream=stream)
+    of_prompt = {} if stream else dict(prompt_logprobs=9)
+    asks = [lambda: w.complete([[5] * 60, NEXT], echo=True, logprobs=20, **kw),
+            lambda: w.complete('né\u2028' * 20, echo=True, logprobs=3, **kw | of_prompt),
+            lambda: w.chat(logprobs=True, top_logprobs=20, **kw)]
+    def said(r):
+        assert r.status == 200
+        drop = lambda d: {k: v for k, v in d.items() if k not in ('id', 'created')}
+        return joined(r.frames) if stream else drop(r.json)
+    def joined(frames):
+        got = {}
+        for f in frames:
+            for c in f['choices']:
+                lp, mine = c['logprobs'] or {}, got.setdefault(c['index'], {})
+                for k in lp: mine.setdefault(k, []).extend(lp[k])
+                mine['text'] = mine.get('text', '') + (c.get('text') or c.get('delta', {}).get('content') or '')
+        return got
+    import cbatch.front as front
+    at_once = [said(f()) for f in asks]
+    monkeypatch.setattr(front, '_LIGHT', 0)
+    for want, f in zip(at_once, asks):
+        r = f()
+        assert said(r) == want and (stream or 'content-length' not in r.headers)
+
+def test_lines_that_json_allows(w):
+    "Clients that split a stream by any end of a line find whole frames"
+    odd = 'a\x85b\u2028c\u2029d\x0be\x1cf'
+    r = w.complete(odd, echo=True, stream=True, max_tokens=1)
+    lines = [l for l in r.body.decode().splitlines() if l]
+    assert all(l.startswith('data: ') for l in lines)
+    assert ''.join(json.loads(l[6:])['choices'][0]['text'] for l in lines[:-1]).startswith(odd)
+    whole = w.complete(odd, echo=True, max_tokens=1)
+    assert whole.json['choices'][0]['text'].startswith(odd) and len(whole.body.decode().splitlines()) == 1
+    assert len(w.complete(model=odd).body.decode().splitlines()) == 1
+
+def test_a_ping_is_not_a_token(fresh):
+    "Nothing but comments before the first token, and the role with it"
+    with fresh(ping_s=.05) as w:
+        hold = threading.Event(); w.hooks.append(lambda plan: hold.wait(10))
+        hi = [dict(role='user', content='x')]
+        s = w.raw('/v1/chat/completions', stream=True, messages=hi, prompt=None, max_tokens=2)
+        got = b''
+        while got.count(b': still here') < 3: got += s.recv(65536)
+        assert b'data:' not in got
+        hold.set()
+        while piece := s.recv(65536): got += piece
+        first = got[got.index(b'data:'):].split(b'\n\n')[0]
+        assert json.loads(first[6:])['choices'][0]['delta'] == dict(role='assistant', content='')
+        s.close(); w.rests()
+
+@pytest.mark.parametrize('method,path,says', [
+    ('POST', '/completions', 'POST /v1/completions?'), ('POST', '/chat/completions', 'POST /v1/chat/completions?'),
+    ('POST', '/v1/v1/chat/completions', 'POST /v1/chat/completions?'), ('GET', '/models', 'GET /v1/models?'),
+    ('POST', '/v1/completion', 'POST /v1/completions?'), ('GET', '/healthz', 'GET /health?'),
+    ('GET', '/', '/openapi.json'),
+    ('POST', '//v1//completions', 'POST /v1/completions?'), ('POST', '/v1/embeddings', 'begins at /v1'),
+    ('A' * 30_000, '/v1/completions', 'A' * 20 + '… /v1/completions'), ('GET', '/' + 'a%0A/' * 900, '/a?/a?/')])
+def test_lost(shared, method, path, says):
+    r = shared.ask(method, path)
+    e = r.error
+    assert r.status in (404, 405) and says in e['message'] and e['message'].isprintable() and len(e['message']) < 300

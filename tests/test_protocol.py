@@ -5,12 +5,12 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from cbatch.core import Code, CompletionOutput, Failure, Logprob, RequestOutput
+from cbatch.core import Asked, Code, CompletionOutput, Failure, Logprob, RequestOutput
 from cbatch.params import CapacityError, ParamError, SamplingParams
-from cbatch.answers import Chunks, Head, failure, frame
+from cbatch.answers import Chunks, Head, answer_bytes, check_answer, failure, frame
 from cbatch.openapi import document, schema
 from cbatch.protocol import API_FIELDS, APIS, READERS, fields_of, fitted, read_fields, read_request, refusal, unknown
-from cbatch.wire import ProtocolError, dumps, error_headers, parse_json, sanitise
+from cbatch.wire import LIMITS, ProtocolError, dumps, error_headers, parse_json, pieces, sanitise
 
 VOCAB = 258
 MUST = dict(C=dict(model='m', prompt='x'), H=dict(model='m', messages=[dict(role='user', content='x')]))
@@ -160,7 +160,7 @@ def test_a_stream_says_what_the_whole_says(reports, api, usage, echo, top):
                                                            else dict(logprobs=True, top_logprobs=top))
     h = head(api, stream=True, **kw, **(dict(echo=echo) if api == 'C' else {}))
     ch = Chunks(h, ['PQ'])
-    chunks = ch.open() + [c for o in reports for c in ch.news(0, o)] + ch.close()
+    chunks = [c for o in reports for c in ch.news(0, o)] + ch.close()
     whole = json.loads(dumps(h.whole([reports[-1]], ['PQ'])))
     if api == 'H':
         for c in chunks: ChatCompletionChunk.model_validate(c, strict=True)
@@ -216,3 +216,109 @@ def test_failures(code, words):
 @pytest.mark.parametrize('reason', ['stop', 'length'])
 def test_no_failure(reason):
     assert failure(RequestOutput('r', None, [1], [CompletionOutput(0, '', [], reason)], True)) is None
+
+# --- what leaves: one line, in pieces, with a price
+
+ENDS = '\x85\u2028\u2029\u000b\u001c'
+texts_with_ends = st.text(st.sampled_from('ab"\\é😀' + ENDS), max_size=30)
+grown = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+                     | texts_with_ends, lambda x: st.lists(x, max_size=40) | st.dictionaries(texts_with_ends, x,
+                                                                                             max_size=9), max_leaves=90)
+
+@plain
+@given(grown, st.integers(1, 300))
+def test_json_is_one_line_and_the_same_in_pieces(x, times):
+    "Whoever splits by lines, of whatever kind, finds one; and many calls write what one would have written"
+    big = dict(rows=[x] * times, text='é\u2028' * 60 * times)
+    for y in (x, big):
+        said = dumps(y)
+        assert b''.join(pieces(y)) == said and len(said.decode().splitlines()) == 1 and json.loads(said) == y
+    assert b''.join(pieces(dict(rows=iter([x, iter([x])])))) == dumps(dict(rows=[x, [x]]))
+
+def test_no_call_sees_much():
+    rows = [{f'{i}': dict(logprob=-.5, rank=i, decoded_token='x' * 9) for i in range(21)} for _ in range(3000)]
+    for x in (rows, dict(a=dict(b=rows)), 'é' * 10**6, [['x' * 10**5]] * 20, [0.5] * 10**5):
+        assert max(map(len, pieces(x))) < 2**17
+
+@pytest.mark.parametrize('x', [2.0, 2, -0.0 + 2])
+def test_a_whole_number_is_one(x):
+    ask = read_request('C', MUST['C'] | dict(max_tokens=x, n=x, logprobs=x, seed=x, top_k=x, priority=x), VOCAB)
+    p = ask.params
+    said = [p.max_tokens, p.n, p.logprobs, p.seed, p.top_k, ask.priority]
+    assert said == [2] * 6 and {type(i) for i in said} == {int}
+
+@pytest.mark.parametrize('x', [2.5, 1e300, -1e300, math.nan, math.inf, '2', True, 1e19])
+def test_other_numbers_are_not(x):
+    with pytest.raises(ProtocolError) as e: read_request('C', MUST['C'] | dict(max_tokens=x), VOCAB)
+    assert e.value.param == 'max_tokens'
+
+@pytest.mark.parametrize('bias', [{'5': 1, '05': 2}, {'0': 1, '000': 1}, {'9': 1, '7': 1, '0009': 1}])
+def test_two_spellings_of_an_id(bias):
+    with pytest.raises(ProtocolError, match='two spellings') as e:
+        read_request('C', MUST['C'] | dict(logit_bias=bias), VOCAB)
+    assert e.value.param == 'logit_bias'
+
+def test_unknown_fields_are_named_at_any_depth():
+    parts = [dict(type='text', text='a', cache_control=1, detail=None), dict(type='text', text='b', cache_control=2)]
+    body = MUST['H'] | dict(messages=[dict(role='user', content=parts)], stream=True, odd={},
+                            stream_options=dict(include_usage=True, continuous_usage_stats=True))
+    assert read_request('H', body, VOCAB).ignored == ['odd', 'stream_options.continuous_usage_stats',
+                                                      'messages.content.cache_control']
+    assert unknown('C', dict(messages=5, stream_options=dict(x=1))) == ['messages', 'stream_options.x']
+    assert unknown('T', dict(stream_options=7, messages=[dict(content='x')])) == ['stream_options']
+
+def echoed(num_prompt, num, top, of_prompt, n=1):
+    "An ask for all that can be said of a prompt, and an answer to it"
+    kw = dict(logprobs=top, echo=True, n=n) | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt))
+    h, k = head('C', **kw), max(top, of_prompt or 0) + 1
+    row = lambda: {j: Logprob(-j - 1 / 3, j + 1) for j in range(k)}
+    outs = [CompletionOutput(i, 'ab' * num, [0] * num, 'length', logprobs=[row() for _ in range(num)])
+            for i in range(n)]
+    out = RequestOutput('r', None, [0] * num_prompt, outs, True,
+                        prompt_logprobs=[None] + [row() for _ in range(num_prompt - 1)])
+    return h, out
+
+@pytest.mark.parametrize('args', [(50, 9, 20, None), (40, 1, 20, 20, 8), (9, 90, 0, None), (30, 30, 5, 2, 3),
+                                  (99, 1, 1, 20)])
+def test_the_price_of_an_answer(args):
+    "About what is written, whatever is copied how often; and written row by row it is the same"
+    h, out = echoed(*args)
+    said = dumps(h.whole([out], ['p' * args[0]]))
+    price = answer_bytes(h.ask, args[0], args[1])
+    assert price / 2.5 < len(said) < 2.5 * price + 2000
+    assert b''.join(pieces(h.whole([out], ['p' * args[0]], iter))) == said
+
+@pytest.mark.parametrize('kw,param', [(dict(n=16, prompt_logprobs=20), 'n'), (dict(logprobs=20, echo=True), 'logprobs'),
+                                      (dict(prompt_logprobs=20), 'prompt_logprobs')])
+def test_who_asks_for_too_much_is_told_what_to_lower(kw, param, monkeypatch):
+    monkeypatch.setitem(LIMITS, 'answer_bytes', 10**6)
+    ask = read_request('C', MUST['C'] | kw, VOCAB)
+    check_answer(ask, [Asked('', [1] * 20, ask.params, 4)])
+    with pytest.raises(ProtocolError, match='MB, at most 1: lower ' + param) as e:
+        check_answer(ask, [Asked('', [1] * 900, ask.params, 4)] * 4)
+    assert (e.value.status, e.value.param) == (400, param)
+
+def test_the_role_comes_with_the_first_token():
+    ch = Chunks(head('H', stream=True, n=2), [''])
+    report = lambda *cs: RequestOutput('r', None, [1], list(cs), False)
+    said = lambda *cs: [c['choices'][0] for c in ch.news(0, report(*cs))]
+    assert said(CompletionOutput(0, '', []), CompletionOutput(1, '', [])) == []
+    first = said(CompletionOutput(0, '', [0xc3]), CompletionOutput(1, '', []))
+    assert [(c['index'], c['delta']) for c in first] == [(0, dict(role='assistant', content=''))]
+    later = said(CompletionOutput(0, 'é', [0xc3, 0xa9], delta='é'), CompletionOutput(1, 'A', [65], delta='A'))
+    assert [(c['index'], *c['delta'].values()) for c in later] == [(0, 'é'), (1, 'assistant', ''), (1, 'A')]
+    assert [c['delta'] for c in said(CompletionOutput(0, 'é', [0xc3, 0xa9], 'abort'))] == []
+
+@pytest.mark.parametrize('ids,text,places', [
+    ([65, 0xc3, 0xa9, 66], 'AéB', [0, 1, 1, 2]), ([1, 65], 'A', [0, 0]), ([1, 65], '<s>A', [0, 3]),
+    ([0xf0, 0x9f, 0x91, 0x8b, 33], '👋!', [0, 0, 0, 0, 1]), ([1, 1, 65], '<s>A', [0, 3, 3]),
+    ([65, 66, 67], 'A', [0, 1, 1])])
+def test_places_are_those_of_the_text(ids, text, places):
+    h = Head(read_request('C', MUST['C'] | dict(echo=True, logprobs=0), VOCAB), 'fp', lambda i: b'<s>' if i == 1
+             else bytes([i]), special=frozenset([1]))
+    assert h.places_in(text, ids) == places
+    said, lps = [0xc3, 0xa9, 120], [{i: Logprob(-1., 1)} for i in (0xc3, 0xa9, 120)]
+    out = RequestOutput('r', None, ids, [CompletionOutput(0, 'éx', said, 'stop', logprobs=lps)], True)
+    c = h.whole([out], [text])['choices'][0]
+    n = len(text)
+    assert c['logprobs']['text_offset'] == [*places, n, n, n + 1] and c['text'][n + 1] == 'x'

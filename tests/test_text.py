@@ -2,11 +2,12 @@
 And conversations that no message can forge."""
 import functools, random
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from cbatch import LLM, SamplingParams, tiny_lm
 from cbatch.model import byte_tokenizer
-from cbatch.text import ByteText, Detokenizer, ByteRun, Stops, WindowText, cut_at_stop, decode, encode_chat, vocab_of
+from cbatch.text import (ByteText, Detokenizer, ByteRun, Stops, WindowText, cut_at_stop, decode, encode_chat,
+                         encode_text, opening, vocab_of)
 
 # ---- tokenizers, one of each kind
 
@@ -364,3 +365,29 @@ def test_a_conversation_of_spellings():
     private = ''.join(map(chr, range(0xe000, 0xf900)))
     assert encode_chat(tok, user(private[1:]))
     with pytest.raises(ValueError, match='every private character'): encode_chat(tok, user(private))
+
+# ---- what a tokenizer adds to a text
+
+def marking(kind, before='<s>', after=''):
+    "A tokenizer of a kind that puts a mark before a text, and perhaps one behind it"
+    tok, marks = MAKE[kind](), [m for m in (before, after) if m]
+    ids = [(m, tok.convert_tokens_to_ids(m)) for m in marks]
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f'{before} $A {after}'.strip(),
+                                                                         special_tokens=ids)
+    return tok
+
+KINDS = 'metaspace_bpe fallback_bpe fallback_gemma unigram'.split()
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_mark_is_not_said_twice(kind):
+    "Not where the text begins with it; a text that says it twice means it, and one that adds none loses none"
+    tok, plain = marking(kind), MAKE[kind]()
+    bos, one = tok.bos_token_id, plain.encode('abc', add_special_tokens=False)
+    assert opening(tok) == [bos] and opening(plain) == [] == opening(marking(kind, '', '</s>'))
+    once, said = (plain.encode(s + 'abc', add_special_tokens=False) for s in ('<s>', '<s><s>'))
+    assert encode_text(tok, 'abc') == [bos, *one] and once[0] == bos and encode_text(tok, '<s>abc') == once
+    assert said[:2] == [bos] * 2 and encode_text(tok, '<s><s>abc') == said == encode_text(plain, '<s><s>abc')
+    assert encode_text(tok, 'abc', add_special_tokens=False) == one and encode_text(tok, '') == [bos]
+    assert encode_text(plain, 'aa') == plain.encode('aa') and encode_text(tok, 'aa') == tok.encode('aa')
+    both = marking(kind, '<s>', '</s>')
+    assert encode_text(both, '<s>abc') == [*once, both.eos_token_id]
