@@ -5,8 +5,8 @@ in float32 and bfloat16. Counts equal answers; measures no time."""
 import argparse, json
 from pathlib import Path
 from cbatch import LLM, SamplingParams
-from cbatch.bench import machine
 from cbatch.loading import load_model
+from cbatch.results import machine
 
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False),
          'transformers modules, attention in C++': dict(lean=False), 'lean model': dict(products='panels')}

@@ -7,7 +7,9 @@ __all__ = ['ModelNotFound', 'smollm2_gguf', 'cache_dir', 'load_model']
 
 # %% ../nbs/03_loading.ipynb #b27082e9
 import hashlib, importlib.util, os, shutil, sys, tempfile, torch
+from collections.abc import Mapping
 from dataclasses import replace
+from fastcore.basics import patch
 from pathlib import Path
 from typing import Any
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
@@ -210,3 +212,18 @@ def load_model(
     refuse(lm.hf_model.config, type(lm.hf_model))
     lm.layers  # asks it, and refuses what it can't have
     return lm.to(dtype, device)
+
+# %% ../nbs/03_loading.ipynb #1c951f35
+@patch
+@neutral
+def overwrite(self:CausalLM,
+    weights:Mapping[str, torch.Tensor], # by name, as `hf_model.state_dict()` has them, all or some
+):
+    "Write weights into the model's own tensors; `ValueError` by name, and nothing is written, where one has no place"
+    own = self.hf_model.state_dict(keep_vars=True)
+    for name, w in weights.items():
+        if name not in own: raise ValueError(f"weights: {self.name} has none called {name!r}")
+        if own[name].shape != w.shape:
+            raise ValueError(f"weights: {name} is {tuple(w.shape)}, {self.name} wants {tuple(own[name].shape)}")
+    for name, w in weights.items():
+        with torch.inference_mode(own[name].is_inference()), torch.no_grad(): own[name].copy_(w)

@@ -66,7 +66,8 @@ def device(self:CausalLM)->torch.device: return next(self.hf_model.parameters())
 _P, _R = ParamSpec('_P'), TypeVar('_R')
 
 _c:Any = torch._C
-_inference, _autocast, _modes = torch.is_inference_mode_enabled, _c._is_any_autocast_enabled, _c._len_torch_function_stack
+_inference, _autocast = torch.is_inference_mode_enabled, _c._is_any_autocast_enabled
+_modes = _c._len_torch_function_stack
 
 def _odd()->bool:
     "Is anything set around us that changes what torch does? A default device is one of the functions' modes"
@@ -366,21 +367,6 @@ def to(self:CausalLM,
     model.config.dtype = dtype
     if self.hf_model in _asked: _asked[model] = _asked[self.hf_model]
     return replace(self, hf_model=model)
-
-# %% ../nbs/02_model.ipynb #1c951f35
-@patch
-@neutral
-def overwrite(self:CausalLM,
-    weights:Mapping[str, torch.Tensor], # by name, as `hf_model.state_dict()` has them, all or some
-):
-    "Write weights into the model's own tensors; `ValueError` by name, and nothing is written, where one has no place"
-    own = self.hf_model.state_dict(keep_vars=True)
-    for name, w in weights.items():
-        if name not in own: raise ValueError(f"weights: {self.name} has none called {name!r}")
-        if own[name].shape != w.shape:
-            raise ValueError(f"weights: {name} is {tuple(w.shape)}, {self.name} wants {tuple(own[name].shape)}")
-    for name, w in weights.items():
-        with torch.inference_mode(own[name].is_inference()), torch.no_grad(): own[name].copy_(w)
 
 # %% ../nbs/02_model.ipynb #527633d3
 @contextmanager

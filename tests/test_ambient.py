@@ -1,4 +1,4 @@
-"""What is around an engine: settings of torch and numpy that its caller has made, the caller's own model, other threads.
+"""What is around an engine: settings of torch and numpy, the caller's own model, other threads.
 None of it changes an answer, and none of it is changed."""
 import random, sys, threading, warnings
 from collections import Counter
@@ -20,7 +20,8 @@ from ask import sp
 
 PROMPTS = [[7, 3, 200], list(range(40, 61)), [9] * 5]
 PATHS = dict(torch=dict(backend='torch', lean=False), cpu=dict(lean=False), lean={})
-DRAWN = [sp(9), sp(9, temperature=1., seed=4, top_p=.9, repetition_penalty=1.1), sp(9, temperature=.7, seed=1, logprobs=2)]
+DRAWN = [sp(9), sp(9, temperature=1., seed=4, top_p=.9, repetition_penalty=1.1),
+         sp(9, temperature=.7, seed=1, logprobs=2)]
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
@@ -56,7 +57,8 @@ AROUND = {
     'default device': lambda: setting(torch.get_default_device, torch.set_default_device, 'meta'),
     'default dtype': lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     'half dtype': lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
-    'deterministic': lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    'deterministic': lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
+                                     True),
     'numpy': lambda: np.errstate(all='raise'),
 }
 
@@ -209,7 +211,8 @@ def test_a_prompt_is_scored_in_parts(policy, engine, monkeypatch):
     lm, most = tiny_lm(seed=1), 0
     rng = random.Random(3)
     prompts = [[rng.randrange(250) for _ in range(n)] for n in (700, 30, 300, 1, 2, 650)]
-    asks = [sp(3, prompt_logprobs=1), sp(3, prompt_logprobs=0), sp(3), sp(3, prompt_logprobs=1), sp(2, prompt_logprobs=2),
+    asks = [sp(3, prompt_logprobs=1), sp(3, prompt_logprobs=0), sp(3), sp(3, prompt_logprobs=1),
+            sp(2, prompt_logprobs=2),
             sp(3, prompt_logprobs=1)]
     config = dict(num_blocks=200, block_size=16, max_num_seqs=4, max_num_batched_tokens=1024)
     def run(lm, asks):
@@ -277,7 +280,8 @@ def test_models_made_in_threads():
 def test_positions_that_stretch_belong_to_one(kind):
     "Somebody computes a long text with the model itself, between the steps of an engine"
     half = dict(rope_type=kind, rope_theta=10000., factor=4.)
-    if kind == 'longrope': half |= dict(short_factor=[1.] * 8, long_factor=[9.] * 8, original_max_position_embeddings=64)
+    if kind == 'longrope':
+        half |= dict(short_factor=[1.] * 8, long_factor=[9.] * 8, original_max_position_embeddings=64)
     lm = tiny_lm('llama', seed=1, rope_parameters=half, max_position_embeddings=256 if kind == 'longrope' else 64)
     want = generate_ref(lm, PROMPTS[0], sp(9)).token_ids
     llm = LLM(lm, num_blocks=30, block_size=16, lean=False)
