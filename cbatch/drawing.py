@@ -85,7 +85,7 @@ def _floors(b:Blocks, rows, params:list[SamplingParams], temp, vocab_size:int)->
     "What a token of each row must exceed; 20 orders of magnitude below the likeliest if nothing is cut"
     dev = temp.device
     like:dict[int, list[int]] = {}
-    floor = b.top[rows] + temp * torch.tensor([max(p.min_p, 1e-20) for p in params], device=dev).log()
+    floor = b.top[rows] + temp * torch.tensor([max(p.min_p, 1e-20) for p in params], dtype=temp.dtype, device=dev).log()
     for i, p in enumerate(params):
         if 0 < p.top_k < vocab_size: like.setdefault(p.top_k.bit_length(), []).append(i)
     for at in like.values():

@@ -7,7 +7,7 @@ __all__ = ['LLM']
 
 # %% ../nbs/31_llm.ipynb #23e80fc8
 import math, numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fastcore.basics import patch
 from html import escape
 from threading import Thread, current_thread
@@ -46,7 +46,7 @@ class LLM(Engine):
 
     @property
     def hf_model(self)->PreTrainedModel:
-        "transformers' own model; it may be used between two steps"
+        "transformers' own model, yours if you gave one; after changing its weights see `reload_weights`"
         self.ensure_open()
         return self.model.hf_model
     @property
@@ -237,3 +237,30 @@ def __enter__(self:LLM)->LLM: return self
 
 @patch
 def __exit__(self:LLM, *exc:Any): self.close()
+
+# %% ../nbs/31_llm.ipynb #c534575c
+@patch
+def reset_prefix_cache(self:LLM):
+    "Find nothing any more of what was computed so far; whoever is being answered keeps what he has"
+    self.ensure_open()
+    self._ours()
+    blocks:Any = self.scheduler.blocks
+    blocks.reset()
+
+@patch
+def reload_weights(self:LLM,
+    weights:Mapping[str, Any]|None=None, # by name, all or some, written into `hf_model`; None: its own were changed
+):
+    "Go on with other weights, nothing of the old ones left; `ValueError` while requests are here"
+    self.ensure_open()
+    self._ours()
+    if self.requests: raise ValueError(f"{len(self.requests)} answers are under way: let them end first, or abort them")
+    if weights is not None: self.model.overwrite(weights)
+    if take := getattr(self.runner, 'take_weights', None): take()
+    self.reset_prefix_cache()
+
+@patch
+def enter(self:LLM, asked:Asked, sink:Callable[[Draft], Any]|None=None)->str:
+    "As an `Engine` does; the first to come looks whether the weights are still the same"
+    if not self.requests and getattr(self.runner, 'stale', False): self.reload_weights()
+    return Engine.enter(self, asked, sink)

@@ -7,13 +7,15 @@ __all__ = ['ModelNotFound', 'smollm2_gguf', 'cache_dir', 'load_model']
 
 # %% ../nbs/03_loading.ipynb #b27082e9
 import hashlib, importlib.util, os, shutil, sys, tempfile, torch
+from collections.abc import Mapping
 from dataclasses import replace
+from fastcore.basics import patch
 from pathlib import Path
 from typing import Any
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
     PreTrainedTokenizerBase)
 from transformers.utils import cached_file
-from .model import CannotServe, CausalLM, quiet, refuse, rehearse
+from .model import CannotServe, CausalLM, making, neutral, quiet, refuse, rehearse, seeded
 from .params import ParamError, near
 
 # %% ../nbs/03_loading.ipynb #d59f8480
@@ -161,9 +163,8 @@ def _tokenizer(
 # %% ../nbs/03_loading.ipynb #67fd47f7
 def _dummy(config:PreTrainedConfig, dtype:torch.dtype, device:torch.device)->PreTrainedModel:
     "A model of this configuration with random weights, the same ones each time"
-    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []), device:
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with seeded(0, *[device] * (device.type == 'cuda')), device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 # %% ../nbs/03_loading.ipynb #e5e7fc82
 _PICKLED = """its weights are pickled, and whoever reads a pickle runs the code in it. If you trust it, convert it once:
@@ -223,7 +224,7 @@ def _from_pretrained(
     model, info = both
     lacking = sorted(info['missing_keys'])
     if lacking: raise ValueError(f"{name}: its files lack the weights {', '.join(lacking)}")
-    return CausalLM(model.to(device), _tokenizer(source, path), name, str(path))
+    return CausalLM(model.to(device).requires_grad_(False), _tokenizer(source, path), name, str(path))
 
 # %% ../nbs/03_loading.ipynb #69e4a1c1
 def _wrap(
@@ -237,7 +238,7 @@ def _wrap(
     if isinstance(model, PreTrainedModel):
         return CausalLM(model, None, model.config.name_or_path or type(model).__name__)
     if isinstance(model, (str, os.PathLike)):
-        with quiet(): return _from_pretrained(os.fspath(model), dtype, device, load_format)
+        with making, quiet(): return _from_pretrained(os.fspath(model), dtype, device, load_format)
     if isinstance(model, PreTrainedConfig) and load_format == 'dummy':
         rehearse(model)
         return CausalLM(_dummy(model, dtype, device), None, f'{model.model_type}, random weights')
@@ -245,13 +246,14 @@ def _wrap(
                      "or a configuration with load_format='dummy'")
 
 # %% ../nbs/03_loading.ipynb #a26661a9
+@neutral
 def load_model(
     model:str|os.PathLike[str]|CausalLM|PreTrainedModel|PreTrainedConfig, # smollm2, hub id, folder, .gguf file, object
     dtype:str|torch.dtype='float32', # float32, bfloat16, float16; auto: float32, on a GPU what it is good at
     device:str|torch.device='cpu',   # cpu, cuda, mps ...; auto: the best there is
     tokenizer:str|PreTrainedTokenizerBase|None=None,  # or the name of one; None: the model's own
     load_format:str='auto',          # dummy: random weights of the right shape; a transformers configuration will do
-)->CausalLM:                         # ready to run: in eval mode, without gradients
+)->CausalLM:                         # in eval mode, without gradients; a model of yours stays as it is
     "Load a causal language model; `ModelNotFound` or another `ValueError` says what is wrong with it"
     if load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={load_format!r}: must be auto or dummy")
     dtype, device = _place(dtype, device)
@@ -259,6 +261,20 @@ def load_model(
     if isinstance(tokenizer, str): tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     if tokenizer is not None: lm = replace(lm, tokenizer=tokenizer)
     refuse(lm.hf_model.config, type(lm.hf_model))
-    lm.hf_model.eval().requires_grad_(False)
     lm.layers  # asks it, and refuses what it can't have
     return lm.to(dtype, device)
+
+# %% ../nbs/03_loading.ipynb #1c951f35
+@patch
+@neutral
+def overwrite(self:CausalLM,
+    weights:Mapping[str, torch.Tensor], # by name, as `hf_model.state_dict()` has them, all or some
+):
+    "Write weights into the model's own tensors; `ValueError` by name, and nothing is written, where one has no place"
+    own = self.hf_model.state_dict(keep_vars=True)
+    for name, w in weights.items():
+        if name not in own: raise ValueError(f"weights: {self.name} has none called {name!r}")
+        if own[name].shape != w.shape:
+            raise ValueError(f"weights: {name} is {tuple(w.shape)}, {self.name} wants {tuple(own[name].shape)}")
+    for name, w in weights.items():
+        with torch.inference_mode(own[name].is_inference()), torch.no_grad(): own[name].copy_(w)

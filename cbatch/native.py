@@ -117,7 +117,7 @@ def _compile(self:Native, compiler:str, folder:Path)->Path|None:
 # %% ../nbs/04_native.ipynb #43d8c7b6
 def build_all()->dict[str, Path|None]: # path of each library, by name
     "Build all C++ of the modules imported so far, for later processes, and for this one where it is not wanted yet"
-    return {k: n.build() for k, n in KERNELS.items()} if os.environ.get('CBATCH_NATIVE') != '0' else {}
+    return {k: n.build() for k, n in [*KERNELS.items()]} if os.environ.get('CBATCH_NATIVE') != '0' else {}
 
 def trial(
     source:str,                  # C++17

@@ -176,6 +176,11 @@ def forget(self:PrefixBlocks, request:Request):
     for b in request.block_table:
         if b in self.pool.name_of: del self.pool.by_name[self.pool.name_of.pop(b)]
 
+@patch
+def reset(self:PrefixBlocks):
+    "Let nobody find any block that is computed so far"
+    self.pool.by_name.clear(); self.pool.name_of.clear()
+
 # %% ../nbs/20_prefix_caching.ipynb #73efd5de
 @patch
 def _find_fork(self:PrefixBlocks, request:Request)->Found|None:

@@ -29,15 +29,10 @@ def _in_order(plan:Plan)->list[Scheduled]:
 def _choosing(s:Scheduled)->list[Wanted]:
     return [Wanted(s.request, s.stop - 1 + j, s.draft[:j]) for j in range(s.rows)]
 
-def _scoring(s:Scheduled)->range:
-    "Positions whose rows score the next token of the prompt"
-    if s.request.params.prompt_logprobs is None: return range(0)
-    return range(s.start, min(s.stop, len(s.request.prompt_ids) - 1))
-
 def wanted(plan:Plan)->list[Wanted]:
     "The rows of a step, in order: those that choose a token, then those that score one"
     shares = _in_order(plan)
-    scores = [Wanted(s.request, i, scores=True) for s in shares for i in _scoring(s)]
+    scores = [Wanted(s.request, i, scores=True) for s in shares for i in s.scored]
     return [w for s in shares for w in _choosing(s)] + scores
 
 # %% ../nbs/15_ragged_batch.ipynb #312d03ce
@@ -111,7 +106,7 @@ def pack(
     for s in _in_order(plan):
         at = rows.add(s.request.tokens(s.start, s.stop) + list(s.draft), s.start, s.request.block_table)
         choose += range(len(rows.ids) - s.rows, len(rows.ids))
-        score += [at + i - s.start for i in _scoring(s)]
+        score += [at + i - s.start for i in s.scored]
     for p in plan.padding: rows.pad(p, max_position)
     cuda = torch.device(device).type == 'cuda'
     def tensor(x): return torch.tensor(x, dtype=torch.long).to(device, non_blocking=cuda)

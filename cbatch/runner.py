@@ -16,9 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
 from .backends import get_backend
-from .core import Code, Padding, Plan, Request, StepOutput, failure_of, is_for_all
+from .core import SCORED, Code, Padding, Plan, Request, StepOutput, failure_of, is_for_all
 from .drawing import Sampled, failed, score
-from .model import CausalLM, with_attention
+from .model import CausalLM, neutral, with_attention
 from .native import build_all
 from .paged_attention import AttnMeta, KVShape, register_attention
 from .params import EngineConfig, ParamError
@@ -54,7 +54,8 @@ def step_bytes(
     c = model.config
     inner = getattr(c, 'intermediate_size', None) or 4 * c.hidden_size
     wide = max(c.hidden_size, inner, model.layers[0].num_heads * model.head_dim)
-    logits = config.max_num_seqs * model.vocab_size * 48
+    rows = 2 * config.max_num_seqs + SCORED          # each prompt that is scored has one at least
+    logits = (config.max_num_seqs * 48 + rows * model.dtype.itemsize) * model.vocab_size
     return int(config.max_num_batched_tokens * 8 * wide * model.dtype.itemsize + logits + 5e8)
 
 def pool_blocks(
@@ -92,6 +93,7 @@ class Pending:
 # %% ../nbs/16_runner.ipynb #af7b0fb9
 class Executor:
     "Runs batches on one device; it has never heard of requests"
+    @neutral
     def __init__(self,
         model:CausalLM, config:EngineConfig,
         num_blocks:int,             # size of the KV pool
@@ -99,9 +101,11 @@ class Executor:
         num_host_blocks:int=0,      # of a pool in host memory, for swapping
     ):
         self.model, self.config, self.num_blocks = model, config, num_blocks
+        self.lean:Any = None
+        self.call:Any = None
+        self.graphs:Any = None
         register_attention(opaque=config.compile)
-        cpu = torch.device(model.device).type == 'cpu'
-        if cpu: build_all()          # of C++: once on a machine
+        if torch.device(model.device).type == 'cpu': build_all()     # of C++: once on a machine
         m = model
         block = config.block_size * m.kv_bytes_per_token
         check_room('num_blocks' if config.num_blocks else 'kv_cache_mb', (num_blocks + 1) * block, m.device)
@@ -109,11 +113,30 @@ class Executor:
         shape = KVShape(num_blocks, config.block_size, m.num_layers, m.num_kv_heads, m.head_dim, m.dtype, m.device)
         self.backend = get_backend(config.backend, shape)
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
-        self.lean = _lean(model, self.backend, config) if cpu else None
-        self.call:Any = None if self.lean else with_attention(model.hf_model, 'cbatch')
-        if config.compile: self.call = torch.compile(self.call, dynamic=True)
-        make = getattr(self.backend, 'graphs', None)      # a backend may know how to replay decode steps
-        self.graphs = make(config.max_num_seqs, max_blocks or num_blocks) if make and config.cuda_graphs else None
+        self.max_blocks = max_blocks or num_blocks
+        self.take_weights()
+
+    @neutral
+    def take_weights(self):
+        "Make what runs the model out of its weights as they are now"
+        m, c, make, kv = self.model, self.config, getattr(self.backend, 'graphs', None), self.backend.shape
+        if (m.dtype, m.device) != (kv.dtype, torch.device(kv.device)):
+            raise ValueError(f"the weights are {m.dtype} on {m.device} by now, not as they were: make a new LLM")
+        self.lean = self.call = self.graphs = None         # the old goes first: it may be as large as the new
+        if torch.device(m.device).type == 'cpu': self.lean = _lean(m, self.backend, c)
+        if not self.lean: self.call = with_attention(m.hf_model, 'cbatch')
+        if c.compile: self.call = torch.compile(self.call, dynamic=True)
+        # a backend may know how to replay decode steps
+        if make and c.cuda_graphs: self.graphs = make(c.max_num_seqs, self.max_blocks)
+        self.weights = [p for p in m.hf_model.parameters() if not p.is_inference()]    # those count no changes
+        self.taken = self._versions()
+
+    def _versions(self)->list[int]: return [n for p in self.weights for n in (p._version, p.data_ptr())]
+
+    @property
+    def stale(self)->bool:
+        "Have weights changed since they were taken, as far as torch counts?"
+        return self._versions() != self.taken
 
     @property
     def forward_s(self)->dict[str, float]:
@@ -167,7 +190,8 @@ def logits(self:Executor,
 @torch.no_grad()
 def forward(self:Executor, batch:Batch)->torch.Tensor:
     "Logits [S, V] of the wanted rows"
-    if not batch.input_ids.shape[1]: return torch.empty(0, self.model.vocab_size, device=self.model.device)
+    m = self.model
+    if not batch.input_ids.shape[1]: return torch.empty(0, m.vocab_size, dtype=m.dtype, device=m.device)
     self.backend.prepare(batch.meta)
     if self.graphs and (logits := self.graphs(batch, self.logits)) is not None: return logits
     rows = batch.logit_rows
@@ -176,6 +200,7 @@ def forward(self:Executor, batch:Batch)->torch.Tensor:
 
 # %% ../nbs/16_runner.ipynb #2cc011ca
 @patch
+@neutral
 @torch.no_grad()
 def warm_up(self:Executor, progress:Callable[[list[int]], Iterable[int]]=lambda xs: xs):
     "Get ready before the first request: record decode steps, or compute once what torch compiles on first use"
@@ -257,6 +282,9 @@ class ModelRunner:
 
     @property
     def forward_s(self)->dict[str, float]: return self.executor.forward_s   # s, where the forward pass counts its parts
+    @property
+    def stale(self)->bool: return getattr(self.executor, 'stale', False)
+    def take_weights(self): self.executor.take_weights()
 
     def _lap(self, what:str, since:float)->float:
         now = perf_counter()
@@ -264,6 +292,7 @@ class ModelRunner:
         return now
 
 @patch
+@neutral
 def start(self:ModelRunner,
     plan:Plan,
     moved:bool=False, # its swaps and copies were done by a try that failed
@@ -278,6 +307,7 @@ def start(self:ModelRunner,
 
 # %% ../nbs/16_runner.ipynb #a61c96da
 @patch
+@neutral
 def finish(self:ModelRunner, plan:Plan, pending:Pending)->StepOutput:
     "Wait for the step and choose its tokens"
     t, want = perf_counter(), wanted(plan)

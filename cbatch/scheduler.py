@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Generator
 from fastcore.basics import patch
 from typing import Any, Literal
-from .core import (Asked, Decision, Failure, Kind, Padding, Plan, Reason, Request, Scheduled, Status, StepOutput,
-                         Why)
+from .core import (SCORED, Asked, Decision, Failure, Kind, Padding, Plan, Reason, Request, Scheduled, Status,
+                         StepOutput, Why)
 from .kv_blocks import BlockManager, Found
 from .params import EngineConfig
 from .roster import Recompute, Roster
@@ -109,10 +109,17 @@ def _turns(self:Scheduler, plan:Plan)->Callable[[Reason|None], Request]:
 @patch
 def _share(self:Scheduler, r:Request, wanted:int, left:int)->int:
     "Tokens that the policy gives to `r`"
+    if r.params.prompt_logprobs is not None: wanted = min(wanted, self._scorable(r, r.num_tokens - wanted))
     n, most = self.policy.chunk(self, r, wanted, left), min(wanted, left)
     if not isinstance(n, int) or n > most:
         raise self.wrong(f"chunk gave {n!r} tokens to {r.request_id}: give a whole number, at most {most}")
     return n
+
+@patch
+def _scorable(self:Scheduler, r:Request, start:int)->int:
+    "Tokens of `r`, from `start` on, that a step has rows of logits for; at least one, or it would hold up the others"
+    if start >= len(r.prompt_ids) - 1 or self.plan is None: return r.num_tokens
+    return max(1, SCORED - sum(len(s.scored) for s in self.plan.scheduled))
 
 @patch
 def _again(self:Scheduler, r:Request, why:Reason)->Reason:

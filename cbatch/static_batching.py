@@ -8,7 +8,7 @@ __all__ = ['pad_left', 'PaddedRun', 'generate_padded', 'batch_utilisation', 'win
 # %% ../nbs/11_static_batching.ipynb #6306521f
 import torch
 from dataclasses import dataclass
-from .model import CausalLM
+from .model import CausalLM, neutral
 from .token_loop import CachedModel
 
 # %% ../nbs/11_static_batching.ipynb #e6641378
@@ -43,6 +43,7 @@ class PaddedRun:
         return self.useful / self.slot_steps
 
 # %% ../nbs/11_static_batching.ipynb #3a93ed83
+@neutral
 def generate_padded(
     model:CausalLM,
     prompts:list[list[int]], # token ids

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import DynamicCache
 from .core import Logprob
 from .params import check_ids, RequestFailed, SamplingParams
-from .model import CausalLM
+from .model import CausalLM, at_rest, neutral
 from .sampler import sample
 from .sampling import SamplerState, bad_word_ids
 from .text import cut_at_stop, decode
@@ -20,10 +20,11 @@ from .text import cut_at_stop, decode
 class CachedModel:
     "A model with transformers' own KV cache: feed it tokens, get the logits of the last"
     def __init__(self, model:CausalLM):
-        self.hf_model, self.cache = model.hf_model, DynamicCache(config=model.hf_model.config)
+        self.hf_model, self.cache = at_rest(model.hf_model), DynamicCache(config=model.hf_model.config)
         names = inspect.signature(self.hf_model.forward).parameters
         self.name = 'cache' if 'cache' in names else 'past_key_values'
 
+    @neutral
     @torch.no_grad()
     def __call__(self,
         input_ids:torch.Tensor,  # [R, n], the new tokens of R sequences
@@ -44,6 +45,7 @@ class Reference:
     logprobs:list[dict[int, Logprob]]  # of each token, if asked for
 
 # %% ../nbs/10_token_loop.ipynb #ebb90145
+@neutral
 def generate_ref(
     model:CausalLM,
     prompt_ids:list[int],
@@ -90,6 +92,7 @@ class Agreement:
     def tie(self)->bool: return not self.equal and self.margin is not None and self.margin <= TIE
     def __bool__(self)->bool: return self.equal or self.tie
 
+@neutral
 @torch.no_grad()
 def compare_tokens(
     model:CausalLM,
@@ -102,6 +105,6 @@ def compare_tokens(
     at = next((i for i, (a, b) in enumerate(zip(ours, ref)) if a != b), min(len(ours), len(ref)))
     if at == min(len(ours), len(ref)): return Agreement(False, at)      # one goes on where the other ends
     ids = torch.tensor([list(prompt_ids) + list(ref[:at])], device=model.device)
-    top = model.hf_model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2)
+    top = at_rest(model.hf_model)(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float().topk(2)
     near = set(top.indices.tolist()) == {ours[at], ref[at]}
     return Agreement(False, at, float(top.values[0] - top.values[1]) if near else None)

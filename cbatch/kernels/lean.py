@@ -9,6 +9,7 @@ __all__ = ['KINDS', 'PRODUCTS', 'misfit', 'tiles', 'takes_onednn', 'Product', 'L
 import ctypes, sys, torch
 import torch.nn.functional as F
 from collections.abc import Iterator
+from copy import deepcopy
 from fastcore.basics import patch
 from time import perf_counter
 from typing import Any
@@ -170,7 +171,7 @@ class LeanModel:
     ):
         hf, self.dtype, self.backend = model.hf_model, model.dtype, backend
         laid = self.laid = Laid(takes_onednn(products, model.dtype))
-        self.embed, self.rotary = hf.model.embed_tokens.weight, hf.model.rotary_emb
+        self.embed, self.rotary = hf.model.embed_tokens.weight, deepcopy(hf.model.rotary_emb)   # it has a state
         self.vocab_size = len(hf.lm_head.weight)
         layers = [laid.layer(*x) for x in zip(hf.model.layers, model.layers, backend.pools)]
         self.layers = (LeanLayer * model.num_layers)(*layers)
