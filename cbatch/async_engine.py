@@ -58,6 +58,8 @@ class AsyncLLM:
         "Is the thread there, and does it get on?"
         return self.worker.is_alive() and not self.worker.error and not self.worker.stalled
     @property
+    def num_failed(self)->int: return self.worker.shared.num_failed   # steps in a row that only failed
+    @property
     def observers(self)->list[Observer]: return self.worker.observers
     @property
     def llm(self)->LLM|None: return self.worker.shared.llm   # None while it is made
@@ -155,13 +157,16 @@ async def off_loop(self:AsyncLLM, f:Callable[..., Any], *args, **kw)->Any:
 
 # %% ../nbs/35_async_engine.ipynb #bbf758ba
 @patch
-def _room(self:AsyncLLM, num:int, num_tokens:int=0):
+def _room(self:AsyncLLM, num:int, num_tokens:int=0, user:str|None=None):
     "Raise `Overloaded` if the queue can't hold so many more answers, or tokens"
     w, most, most_tokens = self.worker, self.worker.limits.max_waiting, self.worker.limits.max_waiting_tokens
     if num > most:
         raise ParamError('n', f"{num} answers at once: the queue holds {most}, raise max_waiting or ask for fewer")
     queued, tokens = w.num_queued(), w.shared.queue.num_tokens
     if queued + num > most: self._too_many('requests', f"{queued} answers wait, at most {most} may")
+    mine = user is not None and any(b.request.user == user for b in w.desk.live.values())
+    if mine and queued + num > most - most // 8:
+        self._too_many('requests', f"{queued} answers wait: the last places are for those who have none here")
     if most_tokens and tokens and tokens + num_tokens > most_tokens:
         self._too_many('tokens', f"{tokens} prompt tokens wait, at most {most_tokens} may")
 
@@ -258,7 +263,7 @@ async def add_many(self:AsyncLLM,
     _check_scores(requests)
     if check: check(requests)
     self.ensure_ready()
-    self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests))
+    self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests), user)
     return self._send(requests, request_ids or [None] * len(requests), quiet)
 
 def _check_scores(requests:list[Asked]):

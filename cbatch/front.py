@@ -9,7 +9,7 @@ __all__ = ['Call', 'Handler', 'Front', 'merged', 'Outgoing', 'Events', 'make_app
 import asyncio, functools, hashlib, logging, re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fastcore.basics import patch
 from importlib.metadata import version
 from starlette.exceptions import HTTPException
@@ -22,9 +22,9 @@ from .answers import (DONE, PING, Chunks, Head, answer_bytes, check_answer, even
                             frame, grower, speller)
 from .async_engine import AsyncLLM, Overloaded, Stream, Unavailable
 from .core import RequestOutput
-from .params import CapacityError
+from .params import CapacityError, check_number
 from .llm import LLM
-from .gate import Budget, Gate, read_body, told, unless_gone
+from .gate import Budget, Gate, client_host, read_body, told, unless_gone
 from .openapi import PATHS, Path, document
 from .prometheus import Exporter
 from .protocol import Ask, fitted, read_fields, read_request, unknown
@@ -60,12 +60,16 @@ class Front:
         ping_s:float=10.,           # without news, after which a stream says that it is still there
         body_timeout_s:float=30.,   # that a body may take
         max_body_bytes:int|None=None, # None: what the context can use
+        clamp_max_tokens:bool=False,# a max_tokens that the context has no room for is made smaller, not refused
     ):
         if metrics_compat not in ('cbatch', 'vllm'):
             raise ValueError(f"metrics_compat={metrics_compat!r}: must be cbatch or vllm")
         self.engine, self.name, self.show_trace, self.compat = async_llm, model_name, trace, metrics_compat
+        for k, x in dict(send_timeout_s=send_timeout_s, ping_s=ping_s, body_timeout_s=body_timeout_s).items():
+            check_number(k, x, .001, 1e9, 'a number of seconds')
         self.send_timeout_s, self.ping_s, self.body_timeout_s = send_timeout_s, ping_s, body_timeout_s
         self.max_body_bytes, self.bodies, self.heavy = max_body_bytes, Budget(LIMITS['bodies_bytes']), asyncio.Lock()
+        self.clamps = clamp_max_tokens
         self.version = version('cbatch')
         self.lost:asyncio.Future[None]|None = None     # fails when the engine is beyond hope
         if async_llm.llm: self.exporter                # it counts from now on
@@ -136,6 +140,7 @@ def _no_model(name:str, hint:str=''):
 @patch
 async def admit(self:Front, ask:Ask)->list[Stream]:
     "Streams of all prompts of an ask, or of none; a guessed max_tokens gives way"
+    if self.clamps: ask = replace(ask, fixed=False)
     kw:dict[str, Any] = dict(priority=ask.priority, user=ask.user, timeout_s=ask.timeout_s, cache_salt=ask.cache_salt,
                              quiet=not ask.stream, check=lambda requests: check_answer(ask, requests))
     try:
@@ -300,6 +305,7 @@ def head(self:Front, ask:Ask)->Head:
 async def complete(self:Front, call:Call, api:str)->Response|None:
     "Handler of both completion APIs"
     ask = await self.read(call, lambda d: read_request(api, d, self.vocab_size))
+    if ask.user is None: ask.user = client_host(call.scope)
     return await unless_gone(call.receive, self.answer(call, ask))
 
 @patch
@@ -345,6 +351,7 @@ async def metrics(self:Front, call:Call)->Response:
 @patch
 async def health(self:Front, call:Call)->Response:
     state = self.engine.state if self.engine.is_live or self.engine.state != 'ready' else 'dead'
+    if state == 'ready' and self.engine.num_failed >= FAILING: state = 'failing'
     return _json(dict(status=state)) if state == 'ready' else _json(dict(status=state), 503, **{'retry-after': '5'})
 
 # %% ../nbs/42_front.ipynb #170e8ce5

@@ -174,6 +174,8 @@ def collect(self:Exporter)->Iterator[Metric]:
     what = 'Sampled tokens / (slots x steps), since the start'
     yield self._one(GaugeMetricFamily, f'{own}:slot_utilisation', what, m['slot_utilisation'])
     yield self._one(GaugeMetricFamily, f'{own}:engine_live', 'Is the thread there, and does it get on?', engine.is_live)
+    what = 'Steps in a row that brought nothing but errors'
+    yield self._one(GaugeMetricFamily, f'{own}:failed_steps_in_a_row', what, engine.num_failed)
     yield from self._families(m)
 
 @patch

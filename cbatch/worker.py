@@ -18,7 +18,7 @@ from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple
 from .core import Asked, Code, Failure, RequestOutput, StepRecord, failure_of, in_words
-from .handover import Aside, Box, Desk, last_report
+from .handover import Aside, Box, Desk, Watch, last_report
 from .llm import LLM
 from .params import check_number, check_whole
 from .reports import Draft
@@ -26,6 +26,7 @@ from .scheduler import STUCK
 
 # %% ../nbs/34_worker.ipynb #dc6a1c9b
 _log = logging.getLogger('cbatch')
+_OURS = Code.STEP, Code.NAN_LOGITS, Code.SAMPLING     # failures that are not a request's own fault
 
 class Queued(NamedTuple):
     "The queue, as it was after a step"
@@ -46,6 +47,7 @@ class Mine:
     wait:float|None = None                                 # s until something may happen by itself; None: no request
     num_failed:int = 0                                     # turns in a row in which no step could be planned
     doubt:bool = False                                     # has anybody ended by an error since the device was asked?
+    hurt:bool = False                                      # has anybody in this step, and not by his own fault?
     ends:deque[float] = field(default_factory=lambda: deque(maxlen=64)) # s, when requests ended
 
 @dataclass
@@ -56,6 +58,7 @@ class Shared:
     queue:Queued = Queued()
     facts:dict[str, Any] = field(default_factory=dict) # `LLM.metrics`
     busy_since:float|None = None   # s, when the turn under way began; None: it sleeps
+    num_failed:int = 0             # steps in a row that ended requests by an error and sampled no token
     error:BaseException|None = None # what ended the thread
     over:bool = False              # nobody is served any more
 
@@ -89,7 +92,7 @@ class Worker(Thread):
         super().__init__(name='cbatch-engine', daemon=True)
         self.source, self.limits = source, limits
         self.mine, self.shared = Mine(), Shared(source if isinstance(source, LLM) else None)
-        self.desk, self.aside = Desk(), Aside()
+        self.desk, self.aside, self.watch = Desk(), Aside(), Watch(limits.stall_s)
         self.inbox:SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self.observers:list[Observer] = []  # anybody appends; each is called in the thread where something happens
         self.stops:list[float] = []      # s, when to stop: anybody appends, nobody takes away
@@ -193,9 +196,9 @@ def _let_in(self:Worker, boxes:list[Box]):
 def _report(self:Worker, box:Box, draft:Draft):
     "Take a report of the engine, within its step"
     if draft.finished:
-        self.mine.doubt |= draft.failure is not None
+        if draft.failure: self.mine.doubt, self.mine.hurt = True, self.mine.hurt or draft.failure.code in _OURS
         self._see_off(box, draft)
-    if box.put(draft, monotonic()): self.mine.told.append(box)
+    if box.put(draft, monotonic() - self.watch.lost_s): self.mine.told.append(box)
 
 @patch
 def _see_off(self:Worker, box:Box, draft:Draft):
@@ -246,6 +249,8 @@ def _abort(self:Worker, box:Box, why:Failure|None=None):
 def _cut_slow(self:Worker):
     "End requests whose readers let too much lie, or let it lie too long"
     now, m = monotonic(), self.limits
+    if self.watch.is_late(now): return                     # the loop did not run: nobody could have read
+    now -= self.watch.lost_s
     for box in list(self.mine.boxes.values()):
         if why := box.excess(now, m.max_buffer_bytes, m.send_timeout_s): self._abort(box, why)
 
@@ -256,9 +261,11 @@ def _publish(self:Worker):
     m, waiting = self.mine, self.mine.llm.scheduler.waiting
     num_tokens = sum(len(r.prompt_ids) for r in waiting) if self.limits.max_waiting_tokens else 0
     self.shared.queue = Queued(m.entered, len(waiting), num_tokens, len(m.ends), m.ends[0] if m.ends else 0.)
-    self.shared.facts = m.llm.metrics
+    before, self.shared.facts = self.shared.facts.get('num_sampled_tokens', 0), m.llm.metrics
     if m.llm.scheduler.num_steps != m.num_steps:
         m.num_steps = m.llm.scheduler.num_steps
+        failed, m.hurt = m.hurt and self.shared.facts['num_sampled_tokens'] == before, False
+        self.shared.num_failed = self.shared.num_failed + 1 if failed else 0
         self.tell('stepped', m.llm.trace[-1] if m.llm.trace else None, self.shared.facts)
     told, m.told = m.told, []
     if told: self.on_loop(self.desk.wake, told)
@@ -318,6 +325,18 @@ def quit(self:Worker):
     "At the end of the interpreter: a step in a thread must not outlive it"
     self.stop(); self.join(5.)
 
+# %% ../nbs/34_worker.ipynb #5ad1f00d
+@patch(as_prop=True)
+def since(self:Worker)->float|None:
+    "When the oldest thing under way began: a step, or what lies between two, or the look at a text"
+    return min((t for t in (self.shared.busy_since, self.aside.since) if t is not None), default=None)
+
+@patch
+def look(self:Worker):
+    "Look after the thread, now and again until it ends; on the loop"
+    self.watch.look(self.since, monotonic())
+    if not self.shared.over: self._loop.call_later(self.watch.every_s, self.look)
+
 # %% ../nbs/34_worker.ipynb #a7591030
 @patch
 def _begin(self:Worker):
@@ -333,6 +352,7 @@ def _begin(self:Worker):
     self.mine.num_steps = llm.scheduler.num_steps
     self.shared.facts, self.shared.first, self.shared.busy_since = llm.metrics, llm.num_added, monotonic()
     self.on_loop(self.desk.ready.set)
+    self.on_loop(self.look)
 
 @patch
 def _is_over(self:Worker)->bool:
@@ -353,10 +373,8 @@ def run(self:Worker):
 # %% ../nbs/34_worker.ipynb #d5d2a0b6
 @patch(as_prop=True)
 def stalled(self:Worker)->bool:
-    "Has a step, or what lies between two, or the look at a text, gone on for too long?"
-    since = [t for t in (self.shared.busy_since, self.aside.since) if t is not None]
-    if not since or not self.is_alive() or self.shared.over: return False
-    return monotonic() - min(since) > self.limits.stall_s
+    "Has what is under way gone on for too long?"
+    return self.watch.is_over(self.since) and self.is_alive() and not self.shared.over
 
 @patch(as_prop=True)
 def state(self:Worker)->str:

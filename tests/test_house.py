@@ -143,6 +143,7 @@ FOREIGN = {
     '_reorder_linear_weight': 'oneDNN\'s packing of weights',
     '_is_mkldnn_bf16_supported': 'oneDNN: does it pack bf16 here?',
     '_is_amx_tile_supported': 'torch: has this processor tiles?',
+    '_exit': 'os: the end of a process around a thread that nobody can stop',
 }
 
 @pytest.mark.parametrize('module', MODULES)

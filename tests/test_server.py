@@ -317,9 +317,52 @@ def test_too_many_connections(w, monkeypatch):
     w.wait(lambda: not w.server.server_state.connections)
     kept = [connect(w) for _ in range(2)]
     w.wait(lambda: len(w.server.server_state.connections) == 2)
-    assert ends(connect(w))
-    for s in kept: s.sendall(GET.format('/health').encode()); assert s.recv(4096).startswith(b'HTTP/1.1 200'); s.close()
+    assert well(w) and ends(kept[0]) and asked(kept[1])    # not the newest has to go, but who was silent for longest
+    kept[1].close()
     w.wait(lambda: not w.server.server_state.connections)
+
+def asked(s):
+    s.sendall(GET.format('/health').encode()); said = b''
+    while not said.endswith(b'}') and (piece := s.recv(4096)): said += piece
+    return said.startswith(b'HTTP/1.1 200')
+
+def well(w): return w.ask('GET', '/health').status == 200
+
+def test_who_goes_when_there_are_too_many(w, monkeypatch):
+    "Who never asked, then who rests, then who doesn't go on; never who is being served"
+    monkeypatch.setitem(LIMITS, 'connections', 5)
+    w.wait(lambda: not w.server.server_state.connections)
+    num = lambda: len(w.server.server_state.connections)
+    w.slow(.02)
+    served = w.raw(stream=True, max_tokens=400); served.recv(4096); w.wait(lambda: num() == 1)
+    half = half_a_body(w); w.wait(lambda: num() == 2)
+    rests, silent = connect(w), connect(w)
+    assert asked(rests); w.wait(lambda: num() == 4)
+    fifth = connect(w); assert asked(fifth); w.wait(lambda: num() == 5)
+    newer = [connect(w)]; assert asked(newer[0]) and ends(silent)
+    newer.append(connect(w)); assert asked(newer[1]) and ends(rests)
+    for s in (fifth, *newer): s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+                                        b'Content-Length: 9\r\n\r\n{')
+    w.wait(lambda: all(c.cycle and not c.cycle.response_complete for c in list(w.server.server_state.connections)))
+    assert well(w) and ends(half)
+    assert served.recv(4096)
+    for s in (served, fifth, *newer): s.close()
+    w.rests()
+
+def test_a_connection_may_rest_longer_than_pools_keep_it(tiny, monkeypatch):
+    monkeypatch.setattr(Connection, 'patience_s', .05)
+    with web(tiny) as w:
+        assert w.server.config.timeout_keep_alive > 90
+        s = connect(w); assert asked(s)
+        looks = []; look = Connection.look
+        monkeypatch.setattr(Connection, 'look', lambda self: (looks.append(1), look(self)))
+        silent = connect(w); assert ends(silent)
+        w.wait(lambda: len(looks) > 8); assert asked(s); s.close()
+    with web(tiny, keep_alive_s=.1) as w:
+        s = connect(w); assert asked(s) and ends(s)
+    for kw in (dict(keep_alive_s=-1), dict(drain_timeout_s=-5), dict(drain_timeout_s=float('nan')), dict(ping_s=0),
+               dict(send_timeout_s=-1), dict(body_timeout_s='x'), dict(port=99999), dict(port=-5), dict(port=True)):
+        with pytest.raises(ValueError, match=next(iter(kw))): make_server(lambda: None, 'tiny', **dict(port=0) | kw)
 
 @pytest.mark.parametrize('more', [1, 200_000])
 def test_bytes_behind_a_body(w, more):
@@ -362,3 +405,177 @@ def test_limits_on_the_command_line(monkeypatch):
                                          '--max-waiting', '3']) == 0
     assert seen == [dict(max_waiting=256, max_waiting_tokens=None, stall_s=300.),
                     dict(max_waiting=3, max_waiting_tokens=70, stall_s=9.)]
+
+# --- under pressure
+
+def half_a_body(w):
+    "A request of whose body a byte has come"
+    s = connect(w)
+    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+              b'Content-Length: 900\r\n\r\n{')
+    return s
+
+def until_end(s):
+    said = b''
+    while piece := s.recv(65536): said += piece
+    return said
+
+@contextlib.contextmanager
+def served(code, tmp_path, files=None):
+    "Python code in a process of its own that serves the tiny model; what it says on stderr is `said()`"
+    import resource
+    err = open(tmp_path / 'err', 'w')
+    limit = files and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files))
+    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=err, text=True, preexec_fn=limit)
+    try:
+        w = Web.__new__(Web); w.key = None
+        line = p.stdout.readline()
+        if url := re.search(r'http://([\d.]+):(\d+)', line): w.host, w.port = url[1], int(url[2])
+        yield p, w, lambda: (tmp_path / 'err').read_text()
+    finally: p.kill(); p.wait(); err.close()
+
+TINY = """
+import cbatch, time
+from cbatch.server import serve
+from cbatch.model import tiny_lm
+def make():
+    llm = cbatch.LLM(tiny_lm('llama'), num_blocks=200, max_num_seqs=4)
+    run = llm.execute
+    llm.execute = lambda plan: (time.sleep(.02), run(plan))[1]
+    return llm
+raise SystemExit(serve(make, 'tiny', port=0))
+"""
+
+needs_posix = pytest.mark.skipif(os.name != 'posix', reason='signals and limits of POSIX')
+
+@needs_posix
+def test_few_descriptors_and_a_terminal_that_hangs_up(tmp_path):
+    """More connections than the process may have files: it stays reachable, and silent.
+    Then SIGHUP: who has begun is served to the end, half a body is told at once, and nothing is a crash."""
+    with served(TINY, tmp_path, (256, 256)) as (p, w, said):
+        w.wait(lambda: well(w), 'the model', 120)
+        many = [socket.create_connection((w.host, w.port)) for _ in range(400)]
+        for _ in range(5): assert well(w)
+        assert w.complete(max_tokens=2).status == 200
+        stream, half = w.raw(stream=True, max_tokens=60), half_a_body(w)
+        while b'data:' not in stream.recv(65536): pass
+        half.settimeout(60); stream.settimeout(60); p.send_signal(signal.SIGHUP)
+        told, rest = until_end(half), until_end(stream)
+        assert told.startswith(b'HTTP/1.1 503') and b'"draining"' in told
+        assert rest and b'"finish_reason":"length"' in rest and b'[DONE]' in rest     # and he was told before that
+        assert p.wait(30) == 0 and said() == ''
+        for s in many: s.close()
+
+@needs_posix
+def test_a_second_signal_ends_it_in_order(tmp_path):
+    with served(TINY, tmp_path) as (p, w, said):
+        w.wait(lambda: well(w), 'the model', 120)
+        busy = [w.raw(stream=True, max_tokens=1000), w.raw(max_tokens=1000), half_a_body(w)]
+        while b'data:' not in busy[0].recv(65536): pass
+        p.send_signal(signal.SIGTERM)
+        w.wait(lambda: w.ask('GET', '/health').status == 503)
+        p.send_signal(signal.SIGTERM)
+        assert p.wait(30) == 0 and 'Traceback' not in said()
+        assert until_end(busy[1]).startswith(b'HTTP/1.1 503')
+        for s in busy: s.close()
+
+LOADS = """
+import time
+from cbatch.server import serve
+raise SystemExit(serve(lambda: time.sleep(600), 'tiny', port=0))
+"""
+IMPORTS = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *a):
+        if name == 'cbatch.server': print('importing', flush=True); time.sleep(600)
+sys.meta_path.insert(0, Slow())
+from cbatch.cli import main
+sys.exit(main(['serve', 'smollm2']))
+"""
+
+@needs_posix
+@pytest.mark.parametrize('sig', ['SIGTERM', 'SIGHUP'])
+@pytest.mark.parametrize('code', [LOADS, IMPORTS], ids=['loading', 'importing'])
+def test_a_signal_before_it_is_ready(tmp_path, code, sig):
+    with served(code, tmp_path) as (p, w, said):
+        if code == LOADS: w.wait(lambda: w.ask('GET', '/health').status == 503)
+        p.send_signal(getattr(signal, sig))
+        assert p.wait(30) == 0 and said() == ''
+
+@needs_posix
+def test_descriptors_are_raised_as_far_as_allowed():
+    code = """
+import resource as r; from cbatch.server import max_connections, raise_descriptors
+r.setrlimit(r.RLIMIT_NOFILE, (300, 700)); few = max_connections()
+raise_descriptors(); print(few, r.getrlimit(r.RLIMIT_NOFILE), max_connections())
+"""
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout
+    assert out == '108 (700, 700) 508\n'
+
+def test_accepts_that_fail_are_told_once_a_minute(w, caplog):
+    async def fail():
+        for _ in range(500):
+            e = OSError(24, 'Too many open files')
+            w.server.loop.call_exception_handler(dict(message='socket.accept() out of system resource', exception=e))
+    w.on_loop(fail())
+    assert len(caplog.records) == 1 and 'Too many open files' in caplog.text
+
+def test_failing_steps_are_seen_and_forgotten(tiny):
+    "Not ready after three in a row that brought nothing but errors; the first that works makes it well"
+    with web(tiny) as w:
+        broken = [True]
+        def burst(plan):
+            if broken: raise RuntimeError('the device is gone')
+        w.hooks.append(burst)
+        states = []
+        for _ in range(4): states.append(w.ask('GET', '/health').json['status']); assert w.complete().status == 500
+        assert states == ['ready', 'ready', 'ready', 'failing']
+        r = w.ask('GET', '/health'); assert r.status == 503 and r.headers['retry-after']
+        assert b'failed_steps_in_a_row{engine="0",model_name="tiny"} 4.0' in w.ask('GET', '/metrics').body
+        broken.clear()
+        assert w.complete().status == 200 and w.ask('GET', '/health').status == 200
+        w.rests()
+
+def test_one_bad_request_among_good_ones_is_no_failing_engine(tiny):
+    with web(tiny) as w:
+        for _ in range(5):
+            r = w.complete(timeout=.001, max_tokens=400); assert r.status == 408     # his own fault
+        assert w.ask('GET', '/health').status == 200
+        w.rests()
+
+@needs_posix
+def test_time_in_which_the_process_was_stopped_is_nobody_s_fault(tmp_path):
+    code = TINY.replace("'tiny', port=0)", "'tiny', port=0, limits=dict(stall_s=1., send_timeout_s=1.))")
+    with served(code, tmp_path) as (p, w, said):
+        w.wait(lambda: well(w), 'the model', 120)
+        s = w.raw(stream=True, max_tokens=80)
+        while b'data:' not in s.recv(65536): pass
+        p.send_signal(signal.SIGSTOP); time.sleep(3); p.send_signal(signal.SIGCONT)
+        rest = until_end(s)
+        assert b'"finish_reason":"length"' in rest and well(w) and p.poll() is None
+        p.send_signal(signal.SIGTERM); assert p.wait(30) == 0 and said() == ''
+
+def test_a_default_that_is_too_large_may_be_clamped(tiny):
+    with web(tiny, clamp_max_tokens=True, engine=dict(max_model_len=60)) as w:
+        assert w.complete(max_tokens=32000).json['usage']['total_tokens'] == 60
+        assert w.chat(max_tokens=32000).json['usage']['total_tokens'] == 60
+        assert w.complete(max_tokens=5).json['usage']['completion_tokens'] == 5
+        assert w.complete([5] * 60, max_tokens=32000).error['code'] == 'context_length_exceeded'
+        both = w.complete([NEXT, [5] * 30], max_tokens=10**6, stream=True, stream_options=dict(include_usage=True))
+        assert both.frames[-1]['usage']['total_tokens'] == 120
+        w.rests()
+    with web(tiny, engine=dict(max_model_len=60)) as w: assert w.complete(max_tokens=32000).status == 400
+
+def test_a_reader_who_has_gone_is_seen_during_a_long_prefill(tiny):
+    "A reset is seen at once; who shut down only his reading end and is reset by a ping, at the next ping"
+    import struct
+    for stream in (False, True):
+        with web(tiny, ping_s=.05, engine=dict(max_num_batched_tokens=4)) as w:
+            w.slow(.05)
+            s = w.raw(prompt=[7] * 300, max_tokens=20, stream=stream)
+            w.wait(lambda: w.llm.scheduler.running)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0)); s.close()
+            w.wait(lambda: not w.llm.has_unfinished)
+            assert w.llm.metrics['num_sampled_tokens'] == 0
+            w.rests()
