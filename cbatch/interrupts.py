@@ -18,8 +18,9 @@ from typing import Any
 # %% ../nbs/29_interrupts.ipynb #8b510477
 _NAMES = 'SIGINT SIGTERM SIGBREAK SIGHUP SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2'.split()
 _SIGNALS:list[int] = [getattr(signal, s) for s in _NAMES if hasattr(signal, s)]     # Windows has three of them
-# the module's own function asks an enum what a handler is: that takes ten times as long
+# the module's own functions ask an enum what a handler is: that takes ten times as long
 _handler_of:Callable[[int], Any] = getattr(signal.getsignal, '__wrapped__', signal.getsignal)
+_handle:Callable[[int, Any], Any] = getattr(signal.signal, '__wrapped__', signal.signal)
 
 class Held:
     "Signals that wait; called in place of their handlers"
@@ -47,14 +48,14 @@ def take(self:Held):
     for s in _SIGNALS:
         if callable(f := _handler_of(s)) and not isinstance(f, Held):
             self.old[s] = f
-            signal.signal(s, self)
+            _handle(s, self)
 
 @patch
 def give_back(self:Held, todo:list[int]):
     "Put back the handlers of these signals"
     try:
         while todo:
-            if _handler_of(todo[-1]) is self: signal.signal(todo[-1], self.old[todo[-1]])
+            if _handler_of(todo[-1]) is self: _handle(todo[-1], self.old[todo[-1]])
             todo.pop()
     finally:
         if todo: self.give_back(todo)

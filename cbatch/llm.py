@@ -56,6 +56,18 @@ class LLM(Engine):
         if self.model.path is None: self.model.path = self.model.save()
         return self.model.path
 
+# %% ../nbs/31_llm.ipynb #c8b5930b
+@patch(as_prop=True)
+def metrics(self:LLM)->dict[str, Any]:
+    "Counters since the engine was made, gauges of now, and where the time of its steps went"
+    self.ensure_open()
+    s, b, spent = self.scheduler, self.scheduler.blocks, {**self.spent, **self.runner.spent}
+    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=b.num_blocks,
+               num_free_blocks=b.num_free_blocks)
+    rate = b.num_hit / b.num_asked if b.num_asked else 0.
+    found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
+    return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
+
 # %% ../nbs/31_llm.ipynb #d1fc03e3
 @patch
 def __repr__(self:LLM)->str:
@@ -91,18 +103,6 @@ def kv_bytes(self:LLM)->int:
     "Size of the KV pool, the null block included"
     self.ensure_open()
     return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
-
-# %% ../nbs/31_llm.ipynb #c8b5930b
-@patch(as_prop=True)
-def metrics(self:LLM)->dict[str, Any]:
-    "Counters since the engine was made, gauges of now, and where the time of its steps went"
-    self.ensure_open()
-    s, b, spent = self.scheduler, self.scheduler.blocks, {**self.spent, **self.runner.spent}
-    now = dict(num_running=len(s.running), num_waiting=len(s.waiting), num_blocks=b.num_blocks,
-               num_free_blocks=b.num_free_blocks)
-    rate = b.num_hit / b.num_asked if b.num_asked else 0.
-    found = dict(num_prefix_asked=b.num_asked, num_prefix_hit=b.num_hit, prefix_hit_rate=rate)   # tokens
-    return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
 # %% ../nbs/31_llm.ipynb #c7d1e2f5
 @patch

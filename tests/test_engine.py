@@ -404,16 +404,20 @@ def test_abort_between_deltas_of_a_stream(engine, tiny):
 
 @pytest.mark.parametrize('policy', ['vllm', 'static', 'dynamic'])
 def test_abort_from_inside_the_step(engine, tiny, monkeypatch, policy):
-    "As a server's other thread might: the tokens that come back for it are nobody's"
-    llm = engine(policy=policy)
+    "It is refused there, and granted between two steps; nobody else notices"
+    llm, refused = engine(policy=policy), []
     rids, run = [llm.add(p, sp()) for p in P[:3]], llm.execute
     def execute(plan):
         out = run(plan)
-        if llm.metrics['num_steps'] == 3: assert llm.abort(rids[1])
+        if llm.metrics['num_steps'] == 3:
+            with pytest.raises(ValueError, match='between two steps'): llm.abort(rids[1])
+            refused.append(rids[1])
         return out
     monkeypatch.setattr(llm, 'execute', execute)
+    while not refused: llm.step()
+    assert llm.abort(rids[1])
     outs = drain(llm)
-    assert rids[1] not in outs or not outs[rids[1]].finished
+    assert rids[1] not in outs
     assert [outs[rids[i]].outputs[0].token_ids for i in (0, 2)] == [solo(tiny, P[i]) for i in (0, 2)]
     works(llm, tiny)
 
