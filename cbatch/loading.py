@@ -60,7 +60,8 @@ def _gguf_model(gguf:Path)->PreTrainedModel:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     rehearse(config)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    bar, gguf_utils.tqdm = gguf_utils.tqdm, lambda it, **kw: it  # the one bar that `quiet` can't reach
+    bar = gguf_utils.tqdm                       # the one that `quiet` can't reach; half a minute wants one
+    gguf_utils.tqdm = lambda it, **kw: bar(it, desc='unpacking', unit=' tensors', leave=False)
     try: tensors = gguf_utils.load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)['tensors']
     finally: gguf_utils.tqdm = bar
     model.load_state_dict(tensors, strict=False, assign=True)
@@ -85,6 +86,27 @@ def _gguf_tokenizer(gguf:Path)->PreTrainedTokenizerBase:
         tok.backend_tokenizer.pre_tokenizer = Sequence(digits)
     return tok
 
+# %% ../nbs/03_loading.ipynb #bf767f50
+def _hold(half:Path)->int|None:
+    "Lock a folder for as long as this process lives; None where there are no locks, `OSError` if another has it"
+    try: import fcntl
+    except ImportError: return None
+    held = os.open(half, os.O_RDONLY)
+    try: fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+def _sweep(folder:Path):
+    "Take away what others began and were killed over"
+    for half in folder.glob('.half-*'):
+        try: held = _hold(half)
+        except OSError: continue                # somebody is at work on it
+        if held is None: return
+        shutil.rmtree(half, ignore_errors=True)
+        os.close(held)
+
 # %% ../nbs/03_loading.ipynb #419fd819
 def _convert(gguf:Path)->Path:
     "Folder with a GGUF file's model as float32 safetensors; made when it is not there"
@@ -92,8 +114,10 @@ def _convert(gguf:Path)->Path:
     if folder.is_dir(): return folder  # only whole folders ever get this name
     _need(gguf.name, 'gguf')
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     print(f'cbatch: unpacking {gguf.name} to {folder}, once (half a minute)', file=sys.stderr)
     half = Path(tempfile.mkdtemp(prefix='.half-', dir=folder.parent))
+    held = _hold(half)
     try:
         with quiet():
             _gguf_model(gguf).save_pretrained(half)
@@ -101,7 +125,9 @@ def _convert(gguf:Path)->Path:
         try: os.replace(half, folder)
         except OSError:
             if not folder.is_dir(): raise  # else another process was first, with the same content
-    finally: shutil.rmtree(half, ignore_errors=True)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+        if held is not None: os.close(held)
     return folder
 
 # %% ../nbs/03_loading.ipynb #ae4cc994

@@ -1,5 +1,5 @@
 "C++ pieces: built once, found again, never in the way"
-import ctypes, subprocess, sys
+import ctypes, os, subprocess, sys
 import pytest, torch
 from cbatch import native
 from cbatch.native import Native, build_all
@@ -50,6 +50,37 @@ def test_a_build_that_fails_or_a_folder_that_is_none(piece, monkeypatch, tmp_pat
     lacking = Native('piece', SOURCE, dict(thrice=[]))
     assert lacking.build()
     with pytest.warns(UserWarning, match='thrice'): assert lacking.lib is None
+
+WAITS = '''
+import re, sys, threading, torch
+from pathlib import Path
+torch.set_num_threads(2)
+x = torch.zeros(1 << 17).add_(1)                     # OpenMP is loaded, and has a team
+{}
+def slept():
+    "How often its threads have given their processor back"
+    texts = [t.read_text() for t in Path('/proc/self/task').glob('*/status')]
+    return sum(int(re.search('^voluntary_ctxt_switches:(.*)', t, re.M)[1]) for t in texts)
+before = slept()
+for _ in range(200): x.add_(1); sum(range(5000))
+print(slept() - before, sum(t.name == 'cbatch gives way' for t in threading.enumerate()))
+'''
+
+def waits(code, **said):
+    "How often two threads that wait for their next share have gone to sleep in 200 shares, and who holds them to it"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))} | said
+    ran = subprocess.run([sys.executable, '-c', WAITS.format(code)], env=env, capture_output=True, text=True, check=True)
+    return [int(n) for n in ran.stdout.split()]
+
+@pytest.mark.skipif(sys.platform != 'linux' or len(os.sched_getaffinity(0)) < 2, reason='needs Linux and two processors')
+def test_threads_that_wait_sleep_whenever_torch_came_unless_somebody_said_otherwise():
+    for code in ('import cbatch.native', 'from cbatch import LLM; LLM', 'import cbatch.async_engine'):
+        slept, held = waits(code)
+        assert slept > 100 and held == 1, (code, slept)
+    for said in dict(GOMP_SPINCOUNT='3000'), dict(OMP_WAIT_POLICY='PASSIVE'):
+        assert waits('import cbatch.native', **said)[1] == 0
+    assert waits('import cbatch.native', OMP_NUM_THREADS='1')[1] == 1
+    assert waits('from cbatch.native import give_way; give_way(); give_way()')[1] == 1
 
 @needs_compiler
 @pytest.mark.parametrize('content', [b'', b'nonsense', None], ids=['empty', 'nonsense', 'cut'])
