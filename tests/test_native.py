@@ -66,21 +66,28 @@ for _ in range(200): x.add_(1); sum(range(5000))
 print(slept() - before, sum(t.name == 'cbatch gives way' for t in threading.enumerate()))
 '''
 
-def waits(code, **said):
-    "How often two threads that wait for their next share have gone to sleep in 200 shares, and who holds them to it"
-    env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))} | said
+def waits(code):
+    "How often two threads that wait for their next share have gone to sleep in 200 shares, and how many hold them to it"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))}
     ran = subprocess.run([sys.executable, '-c', WAITS.format(code)], env=env, capture_output=True, text=True, check=True)
     return [int(n) for n in ran.stdout.split()]
 
 @pytest.mark.skipif(sys.platform != 'linux' or len(os.sched_getaffinity(0)) < 2, reason='needs Linux and two processors')
-def test_threads_that_wait_sleep_whenever_torch_came_unless_somebody_said_otherwise():
-    for code in ('import cbatch.native', 'from cbatch import LLM; LLM', 'import cbatch.async_engine'):
-        slept, held = waits(code)
-        assert slept > 100 and held == 1, (code, slept)
-    for said in dict(GOMP_SPINCOUNT='3000'), dict(OMP_WAIT_POLICY='PASSIVE'):
-        assert waits('import cbatch.native', **said)[1] == 0
-    assert waits('import cbatch.native', OMP_NUM_THREADS='1')[1] == 1
-    assert waits('from cbatch.native import give_way; give_way(); give_way()')[1] == 1
+@pytest.mark.parametrize('code', ['from cbatch import AsyncLLM; AsyncLLM',
+                                  'from cbatch.native import give_way; give_way(); give_way()'])
+def test_threads_that_wait_go_to_sleep_also_where_torch_was_first(code):
+    slept, held = waits(code)
+    assert slept > 100 and held == 1
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
+def test_whoever_said_how_to_wait_keeps_his_word(monkeypatch):
+    filled = []
+    monkeypatch.setattr(native, '_fill', filled.append)
+    for name in 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT': monkeypatch.delenv(name, raising=False)
+    native.give_way()
+    assert filled and all('libgomp' in p for p in filled)      # torch's own
+    for name, value in dict(OMP_WAIT_POLICY='ACTIVE', GOMP_SPINCOUNT='3').items():
+        with monkeypatch.context() as m: m.setenv(name, value); filled.clear(); native.give_way(); assert not filled
 
 @needs_compiler
 @pytest.mark.parametrize('content', [b'', b'nonsense', None], ids=['empty', 'nonsense', 'cut'])
