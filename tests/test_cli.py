@@ -51,7 +51,8 @@ def fresh(*args):
     (('demo', '--policies', 'static,statc'), 2, "policy='statc'"),
                                             (('demo', '--report', '/no/such/place/r.html'), 2, 'no folder'),
     (('demo', '--max-num-seqs', '0'), 2, 'max_num_seqs=0'), (('demo', '--num-blocks', '-3'), 2, 'num_blocks=-3'),
-    (('bench', 'serve', '--max-num-seqs', '0'), 2, 'max_num_seqs=0'), (('bench', 'serve', '--policy', 'x'), 2, "policy='x'"),
+    (('bench', 'serve', '--max-num-seqs', '0'), 2, 'max_num_seqs=0'),
+    (('bench', 'serve', '--policy', 'x'), 2, "policy='x'"),
     (('bench', 'throughput', '--max-num-batched-tokens', '0'), 2, 'max_num_batched_tokens=0'),
     (('bench', 'nothing'), 2, "no command 'bench nothing'"), (('help', 'dmeo'), 2, "no command 'dmeo'"),
     (('demo', '--rate', '0'), 2, 'rate=0'), (('replay', '/no/such/trace.jsonl'), 2, 'No such file')])
@@ -81,13 +82,15 @@ def test_whoever_asks_for_help_gets_it_whichever_way_round(capsys):
     assert said('bench').count('cbatch bench ') == 3 and 'cbatch demo' not in said('bench')
     assert said('help') == said('--help') == said() and 'cbatch demo' in said()
     for name in 'demo', 'replay', 'bench serve', 'bench scheduler':
-        assert said('help', *name.split()) == said(*name.split(), '--help') and f'usage: cbatch {name}' in said(*name.split(), '-h')
+        text = said('help', *name.split())
+        assert text == said(*name.split(), '--help') == said(*name.split(), '-h') and f'usage: cbatch {name}' in text
 
 def test_an_option_that_turns_off_says_so_and_a_model_is_named_either_way(capsys):
     for name in 'demo', 'replay', 'bench throughput':
         with pytest.raises(SystemExit): parse(name, ['--help'])
         for what in re.findall(r'--no-\S+\s+(.*)', capsys.readouterr().out): assert what.startswith('turn off: ')
-    for args in ['x.gguf'], ['--model', 'x.gguf'], ['--seed', '0', 'x.gguf']: assert parse('demo', args)['model'] == 'x.gguf'
+    for args in ['x.gguf'], ['--model', 'x.gguf'], ['--seed', '0', 'x.gguf']:
+        assert parse('demo', args)['model'] == 'x.gguf'
     assert parse('bench throughput', ['x'])['model'] == 'x' and parse('demo', ['--seed', '3'])['model'] == 'smollm2'
 
 def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):

@@ -67,12 +67,13 @@ print(slept() - before, sum(t.name == 'cbatch gives way' for t in threading.enum
 '''
 
 def waits(code):
-    "How often two threads that wait for their next share have gone to sleep in 200 shares, and how many hold them to it"
+    "How often two threads that wait for their next share have slept in 200 shares, and how many hold them to it"
     env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))}
-    ran = subprocess.run([sys.executable, '-c', WAITS.format(code)], env=env, capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, '-c', WAITS.format(code)], env=env, capture_output=True,
+                         text=True, check=True)
     return [int(n) for n in ran.stdout.split()]
 
-@pytest.mark.skipif(sys.platform != 'linux' or len(os.sched_getaffinity(0)) < 2, reason='needs Linux and two processors')
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
 @pytest.mark.parametrize('code', ['from cbatch import AsyncLLM; AsyncLLM',
                                   'from cbatch.native import give_way; give_way(); give_way()'])
 def test_threads_that_wait_go_to_sleep_also_where_torch_was_first(code):

@@ -123,7 +123,8 @@ def test_an_id_is_no_formula_and_no_tag(name):
     ax.figure.savefig(io.BytesIO()); plt.close(ax.figure)
 
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-MEASURE = """<script>setTimeout(() => { const d = document.querySelector('iframe').contentDocument, all = [...d.querySelectorAll('*')];
+MEASURE = """<script>setTimeout(() => { const d = document.querySelector('iframe').contentDocument;
+  const all = [...d.querySelectorAll('*')];
   const wide = all.filter(e => e.getBoundingClientRect().right > 420.5).map(e => e.tagName + '.' + e.className);
   const held = [...d.querySelectorAll('.pool i')].map(e => e.title).filter(t => t);
   document.title = JSON.stringify([wide, held, d.querySelectorAll('.pool i').length]); }, 500)</script>"""
@@ -132,13 +133,14 @@ MEASURE = """<script>setTimeout(() => { const d = document.querySelector('iframe
 def test_in_a_browser_everybody_who_holds_memory_is_seen_and_nothing_is_wider_than_a_phone(tmp_path):
     llm = LLM(tiny_lm(), max_num_seqs=8, num_blocks=5000, block_size=8)
     llm.generate([[i] * (5 + 9 * i) for i in range(8)], sp(12), use_tqdm=False)
-    at = len(llm.trace) // 3
-    owners = set(llm.trace.state(llm.trace[at].step, after=False).blocks)
+    owners = set(llm.trace.state(llm.trace[len(llm.trace) // 3].step, after=False).blocks)
     page = report_html({'a': (llm.trace, llm.metrics)}, 'wide', [('x' * 300, 'y ' * 300)])
     (tmp_path/'p.html').write_text(page)
-    (tmp_path/'w.html').write_text(f'<iframe src="p.html" style="width:420px;height:2000px;border:0"></iframe>{MEASURE}')
+    frame = '<iframe src="p.html" style="width:420px;height:2000px;border:0"></iframe>'
+    (tmp_path/'w.html').write_text(frame + MEASURE)
     ran = subprocess.run([BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--allow-file-access-from-files',
-                          '--virtual-time-budget=4000', '--dump-dom', f'file://{tmp_path}/w.html'], capture_output=True, text=True)
+                          '--virtual-time-budget=4000', '--dump-dom', f'file://{tmp_path}/w.html'],
+                         capture_output=True, text=True)
     wide, held, squares = json.loads(unescape(re.search('<title>(.*?)</title>', ran.stdout)[1]))
     assert not wide and len(owners) > 3 and squares == 1000
     assert {r for tip in held for r in tip.split(', ')} == owners and any(', ' in tip for tip in held)
