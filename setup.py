@@ -11,6 +11,8 @@ cfg = ini["DEFAULT"]
 split = lambda k: cfg.get(k, "").split()
 # every `x_requirements` key becomes the extra `x`: pip install cbatch[x]
 extras = {k.removesuffix("_requirements"): split(k) for k in cfg if k.endswith("_requirements")}
+# its tests run whatever the other extras bring
+extras["dev"] += [r for k, rs in extras.items() if k != "dev" for r in rs]
 minors = range(int(cfg["min_python"].split(".")[1]), 14)
 status = {"3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}[cfg["status"]]
 # pictures lie in the repository: elsewhere the text needs their whole address

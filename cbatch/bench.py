@@ -38,7 +38,7 @@ def bench_throughput(
     vocab_size:int=30_000,           # of random prompts for peers that don't tell theirs
     seed:int=0,                      # of the workload
     record:str|None=None,            # write everything as JSON
-    isolate:bool=True,               # a process for each; --no-isolate keeps all in this one
+    isolate:bool=True,               # a process for each, instead of all in this one
     quick:bool=False,                # a tiny model and few requests: does it work?
 )->int:
     "Serve a workload as fast as it goes: static against continuous batching, other engines, and the machine's limit"
@@ -49,7 +49,9 @@ def bench_throughput(
     if peer and workload != 'w64': raise ValueError(f"peers run on w64 only, not on {workload}: leave out --peer")
     if dtype not in ('float32', 'bfloat16', 'float16'):
         raise ValueError(f"dtype={dtype!r}: must be float32, bfloat16 or float16")
-    slots = max_num_seqs or (4 if quick else get_workload(workload, seed).max_num_seqs or 32)
+    slots = max_num_seqs
+    if slots is None: slots = 4 if quick else get_workload(workload, seed).max_num_seqs or 32
+    EngineConfig(max_num_seqs=slots, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
     spec = ContestSpec(model, workload, dtype, slots, max_num_batched_tokens, num_blocks, prefix_caching,
                        read_goodput(goodput), 1 if quick else repeats, limit, 250 if quick else vocab_size, seed, quick)
     return run_contest(names, spec, record, isolate and not quick)
@@ -95,6 +97,7 @@ def bench_serve(
 )->int:
     "Let people come at a rate, and say how long they wait: a server by its address, or an engine here"
     refuse_folders(record=record)
+    if not url: EngineConfig(dtype=dtype, policy=get_policy(policy), max_num_seqs=max_num_seqs)   # or it refuses
     slos, work, key = read_goodput(goodput), get_workload(workload, seed), api_key or os.environ.get('OPENAI_API_KEY')
     if num_prompts: work = work[:num_prompts]
     if quick: work = smaller(work)

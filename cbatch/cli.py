@@ -27,7 +27,8 @@ def _add(p:argparse.ArgumentParser, name:str, kind:Any, default:Any, text:str):
     flag, known = name.replace('_', '-'), text + ('' if default is None else f' (default: {default})')
     if kind is not bool: p.add_argument(f'--{flag}', type=kind, default=default, help=known)
     else: p.add_argument(f'--{flag}', action='store_true', default=default, help=known)
-    if kind is bool and default: p.add_argument(f'--no-{flag}', dest=name, action='store_false', help=f'not --{flag}')
+    if kind is bool and default:
+        p.add_argument(f'--no-{flag}', dest=name, action='store_false', help=f'turn off: {text}')
 
 def _add_model(p:argparse.ArgumentParser, default:Any, text:str):
     "The model, with or without `--model` before it"
@@ -110,9 +111,11 @@ COMMANDS:dict[str, Callable[..., int]] = {
     'demo': demo_command, 'replay': replay_command, 'serve': serve_command,
     'bench throughput': bench_throughput, 'bench serve': bench_serve, 'bench scheduler': bench_scheduler}
 
-def help_text()->str:
-    "All commands, a line each"
-    rows = ''.join(f'  cbatch {name:<16} {f.__doc__}\n' for name, f in COMMANDS.items())
+def help_text(
+    some:str='',  # what their names begin with
+)->str:
+    "Commands, a line each"
+    rows = ''.join(f'  cbatch {k:<16} {f.__doc__}\n' for k, f in COMMANDS.items() if k.startswith(some))
     head, more = 'cbatch: continuous batching for language models', 'cbatch COMMAND --help says what a command takes'
     return f'{head}\n\n{rows}\n{more}; cbatch --version'
 
@@ -139,12 +142,12 @@ def main(
     args:list[str]|None=None, # None: the process's own
 )->int:                       # exit code
     "The command `cbatch`"
-    # before torch: threads that spin for long starve each other on a shared machine
-    os.environ.setdefault('GOMP_SPINCOUNT', '20000')
     if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='replace')
     name, *rest = (sys.argv[1:] if args is None else args) or ['--help']
-    if name == 'bench': name, rest = ' '.join(['bench', *rest[:1]]), rest[1:]
+    if name == 'help' and rest: name, rest = rest[0], [*rest[1:], '--help']
+    if name == 'bench' and rest and not rest[0].startswith('-'): name, rest = f'bench {rest[0]}', rest[1:]
     if name in ('-h', '--help', 'help'): print(help_text()); return 0
+    if name == 'bench' and {*rest} <= {'-h', '--help'}: print(help_text('bench')); return 0
     if name == '--version': print('cbatch', version('cbatch')); return 0
     if name not in COMMANDS: print(f'cbatch: no command {name!r}\n\n{help_text()}', file=sys.stderr); return 2
     try:

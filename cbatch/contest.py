@@ -150,6 +150,8 @@ def contestant(
     import transformers
     from cbatch.loading import load_model
     from cbatch.model import tiny_lm
+    from cbatch.native import give_way
+    give_way()                                      # everybody's threads, not only the engine's
     transformers.logging.set_verbosity_error()
     logging.getLogger('transformers').setLevel(logging.ERROR)
     if name.startswith('openai:'): return _server(name[7:].rstrip('/'), spec, name)

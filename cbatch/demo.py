@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from .core import RequestOutput
-from .params import SamplingParams
+from .params import EngineConfig, SamplingParams
 from .metrics import Comparison, compare, e2e_s, summarize
 from .people import Person, crowd, let_in
 from .policies import get_policy
@@ -180,19 +180,20 @@ def demo_command(
     report:str='cbatch-demo.html',   # where the HTML report goes; '' for nowhere
     trace:str|None=None,             # save traces too, the policy added to this name, for cbatch replay
     record:str|None=None,            # save figures, machine and versions as JSON
-    live:bool=True,                  # redraw in place on a terminal; --no-live prints a line now and then
+    live:bool=True,                  # redraw in place on a terminal, instead of a line now and then
 )->int:                              # exit code: 1 if answers differ that must not
     "Serve a mixed crowd on a real model by static and by continuous batching, and compare"
     people, began = crowd(seed, rate), time.monotonic()
     rules = {p: get_policy(p).__doc__ or '' for p in policies.split(',')}
     refuse_folders(report=report, trace=trace, record=record)
+    sizes = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
+    EngineConfig(dtype=dtype, **sizes)       # refuses what can't be, before a model is loaded for it
     print(f'cbatch demo: {len(people)} people ask {model} ({dtype}), {max_num_seqs} at a time', flush=True)
     here, lm = machine(), _ready(model, dtype)
     loaded, at_door = time.monotonic() - began, sum(p.at == 0 for p in people)
     print(f'The model is ready after {loaded:.1f} s. The doors open: {at_door} stand there, the others come '
           f'over {people[-1].at:.0f} s.', flush=True)
-    runs = _serve_each(lm, rules, people, live, max_num_seqs=max_num_seqs,
-                       max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
+    runs = _serve_each(lm, rules, people, live, **sizes)
     good, said = _conclude(lm, runs, dtype == 'float32')
     for p in people[:6]:
         print(f'  {p.question:<64} {fit_columns(runs[-1].outputs[p.name].outputs[0].text, 70).rstrip()}')
@@ -208,7 +209,7 @@ def replay_command(
     path:str,            # of a trace that `cbatch demo --trace` or `trace.to_jsonl` wrote
     speed:float=1.,      # 2 plays twice as fast
     html:str|None=None,  # write a page with the player here instead
-    live:bool=True,      # redraw in place on a terminal; --no-live prints a line now and then
+    live:bool=True,      # redraw in place on a terminal, instead of a line now and then
 )->int:
     "Play a saved trace, in the terminal or as a web page"
     if not speed > 0: raise ValueError(f"speed={speed!r}: must be above 0")

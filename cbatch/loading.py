@@ -63,7 +63,8 @@ def _gguf_model(gguf:Path)->PreTrainedModel:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     rehearse(config)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    bar, gguf_utils.tqdm = gguf_utils.tqdm, lambda it, **kw: it  # the one bar that `quiet` can't reach
+    bar = gguf_utils.tqdm                       # the one that `quiet` can't reach; half a minute wants one
+    gguf_utils.tqdm = lambda it, **kw: bar(it, desc='unpacking', unit=' tensors', leave=False)
     try: tensors = gguf_utils.load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)['tensors']
     finally: gguf_utils.tqdm = bar
     model.load_state_dict(tensors, strict=False, assign=True)
@@ -88,11 +89,33 @@ def _gguf_tokenizer(gguf:Path)->PreTrainedTokenizerBase:
         tok.backend_tokenizer.pre_tokenizer = Sequence(digits)
     return tok
 
+# %% ../nbs/03_loading.ipynb #bf767f50
+def _hold(half:Path)->int|None:
+    "Lock a folder for as long as this process lives; None where there are no locks, `OSError` if another has it"
+    try: import fcntl
+    except ImportError: return None
+    held = os.open(half, os.O_RDONLY)
+    try: fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+def _sweep(folder:Path):
+    "Take away what others began and were killed over"
+    for half in folder.glob('.half-*'):
+        try: held = _hold(half)
+        except OSError: continue                # somebody is at work on it
+        if held is None: return
+        shutil.rmtree(half, ignore_errors=True)
+        os.close(held)
+
 # %% ../nbs/03_loading.ipynb #93591a86
 def _half(cache:Path)->Path:
     "A new folder in the cache, for what is not whole yet"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
         return Path(tempfile.mkdtemp(prefix='.half-', dir=cache))
     except OSError as e:
         raise OSError(e.errno, f"{e.strerror}: set CBATCH_CACHE to a folder that can be written", str(cache)) from e
@@ -115,6 +138,7 @@ def _convert(gguf:Path)->Path:
     if folder.is_dir(): return folder  # only whole folders ever get this name
     _need(gguf.name, 'gguf')
     half = _half(folder.parent)
+    held = _hold(half)
     print(f'cbatch: unpacking {gguf.name} to {folder}, once (half a minute)', file=sys.stderr)
     try:
         with quiet():
@@ -124,7 +148,9 @@ def _convert(gguf:Path)->Path:
         except OSError:
             if not folder.is_dir(): raise  # else another process was first, with the same content
     except Exception as e: raise _told(gguf, folder, e) from e
-    finally: shutil.rmtree(half, ignore_errors=True)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+        if held is not None: os.close(held)
     return folder
 
 # %% ../nbs/03_loading.ipynb #ae4cc994

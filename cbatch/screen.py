@@ -149,13 +149,14 @@ def headline(self:Screen)->str:
     answered = self.state.num_finished + len(self.state.ending)
     return f'step {self.last.step:<4} {s:6.1f} s  {self.num_sampled / s:6.1f} tokens/s  {answered}{of} answered'
 
+_KEY_W = 29   # columns of the key
+def _key(color:bool)->str: return '   '.join(f'{_cells(k, 1, color)} {k}' for k in ('prefill', 'decode', 'idle'))
+
 @patch
 def _head(self:Screen, width:int, color:bool)->str:
-    "The line at the top, with a key where there is room"
+    "The line at the top, with the key where there is room"
     head = f'{self.title}  {self.headline()}'
-    if width < 110: return fit_columns(head, width)
-    key = '   '.join(f'{_cells(k, 1, color)} {k}' for k in ('prefill', 'decode', 'idle'))  # 29 columns
-    return fit_columns(head, width - 29) + key
+    return fit_columns(head, width) if width < 110 else fit_columns(head, width - _KEY_W) + _key(color)
 
 @patch
 def lines(self:Screen,
@@ -165,7 +166,9 @@ def lines(self:Screen,
 )->list[str]:                    # each `width` columns at most
     "The picture"
     if not self.last or not self.state: return []
-    num, show, out = self.facts['max_num_seqs'], max(1, height - 6), [self._head(width, color)]
+    key = [_key(color) + ' ' * (width - _KEY_W)] if _KEY_W <= width < 110 else []   # below, or at the top
+    num, show = self.facts['max_num_seqs'], max(1, height - 6 - len(key))
+    out = [self._head(width, color)]
     if whole: out += [f'{i:>2} ' + self.strip(i, width - 3, True, color) for i in range(min(num, show))]
     else:
         seats = {i: r for r, i in self.state.slots.items()}
@@ -176,7 +179,7 @@ def lines(self:Screen,
     steps = max(1, len(self.steps) / (width - 3))
     below = [f'   the whole run, {steps:.1f} steps to a column'] if whole else [
         self._queue(), self._memory(width), f'newest {self.news}']
-    return out + [fit_columns(s, width) for s in below]
+    return out + [fit_columns(s, width) for s in below] + key
 
 # %% ../nbs/51_screen.ipynb #d78e581b
 class Live:

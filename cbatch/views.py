@@ -76,7 +76,8 @@ def named(
 def _labels(ax, bs, width):
     for b in named(bs, width / 90):
         color = 'white' if b.kind == 'decode' else 'black'
-        ax.text((b.start + b.stop) / 2, b.slot, b.request_id, ha='center', va='center', fontsize=7, color=color)
+        at = (b.start + b.stop) / 2, b.slot       # an id with a $ in it is no formula
+        ax.text(*at, b.request_id, ha='center', va='center', fontsize=7, color=color, parse_math=False)
 
 # %% ../nbs/25_views.ipynb #804c403d
 def slot_timeline(
@@ -155,7 +156,8 @@ def block_map(
     ax.set_title(title, loc='left', fontsize=11)
     held = [Patch(color=colors[r], label=f"{r}: {len(bs)} blocks, {state.computed[r]} tokens")
             for r,bs in state.blocks.items()]
-    ax.legend(handles=held, loc='upper left', bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    key = ax.legend(handles=held, loc='upper left', bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    for t in key.get_texts(): t.set_parse_math(False)
     return ax
 
 # %% ../nbs/25_views.ipynb #db8ab208

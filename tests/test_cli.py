@@ -50,6 +50,11 @@ def fresh(*args):
                                             (('dmeo',), 2, "no command 'dmeo'"),
     (('demo', '--policies', 'static,statc'), 2, "policy='statc'"),
                                             (('demo', '--report', '/no/such/place/r.html'), 2, 'no folder'),
+    (('demo', '--max-num-seqs', '0'), 2, 'max_num_seqs=0'), (('demo', '--num-blocks', '-3'), 2, 'num_blocks=-3'),
+    (('bench', 'serve', '--max-num-seqs', '0'), 2, 'max_num_seqs=0'),
+    (('bench', 'serve', '--policy', 'x'), 2, "policy='x'"),
+    (('bench', 'throughput', '--max-num-batched-tokens', '0'), 2, 'max_num_batched_tokens=0'),
+    (('bench', 'nothing'), 2, "no command 'bench nothing'"), (('help', 'dmeo'), 2, "no command 'dmeo'"),
     (('demo', '--rate', '0'), 2, 'rate=0'), (('replay', '/no/such/trace.jsonl'), 2, 'No such file')])
 def test_answers_at_once_without_torch(args, code, said):
     rc, out, err = fresh(*args)
@@ -80,13 +85,33 @@ def test_flags_that_are_on_say_what_they_do(capsys):
     assert [parse('replay', ['t', *a])['live'] for a in ([], ['--live'], ['--no-live'])] == [True, True, False]
     with pytest.raises(SystemExit): parse('replay', ['--help'])
     said = re.sub(r'\s+', ' ', capsys.readouterr().out)
-    assert '--live redraw in place' in said and '--no-live not --live' in said
+    assert '--live redraw in place' in said and '--no-live turn off: redraw in place' in said
 
 def test_numbers_that_serve_refuses(capsys):
     for args, word in ((['--port', '99999'], 'port=99999'), (['--port', '-5'], 'port=-5'),
                        (['--drain-timeout', '-5'], 'drain_timeout_s=-5'), (['--keep-alive', 'nan'], 'keep_alive_s')):
         assert main(['serve', 'x', *args]) == 2
         assert word in capsys.readouterr().err
+
+def test_whoever_asks_for_help_gets_it_whichever_way_round(capsys):
+    def said(*args):
+        try: assert main(list(args)) == 0
+        except SystemExit as e: assert e.code == 0
+        return capsys.readouterr().out
+    assert said('bench') == said('bench', '--help') == said('bench', '-h') == said('help', 'bench')
+    assert said('bench').count('cbatch bench ') == 3 and 'cbatch demo' not in said('bench')
+    assert said('help') == said('--help') == said() and 'cbatch demo' in said()
+    for name in 'demo', 'replay', 'bench serve', 'bench scheduler':
+        text = said('help', *name.split())
+        assert text == said(*name.split(), '--help') == said(*name.split(), '-h') and f'usage: cbatch {name}' in text
+
+def test_an_option_that_turns_off_says_so_and_a_model_is_named_either_way(capsys):
+    for name in 'demo', 'replay', 'bench throughput':
+        with pytest.raises(SystemExit): parse(name, ['--help'])
+        for what in re.findall(r'--no-\S+\s+(.*)', capsys.readouterr().out): assert what.startswith('turn off: ')
+    for args in ['x.gguf'], ['--model', 'x.gguf'], ['--seed', '0', 'x.gguf']:
+        assert parse('demo', args)['model'] == 'x.gguf'
+    assert parse('bench throughput', ['x'])['model'] == 'x' and parse('demo', ['--seed', '3'])['model'] == 'smollm2'
 
 def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
@@ -227,6 +252,17 @@ def test_every_line_has_its_width():
                 assert [ESC.sub('', l).replace('█', '#').replace('▓', '#')
                         for l in colored] == [l.replace('█', '#').replace('▓', '#') for l in plain]
                 for l in plain: assert fit_columns(l, w) == l or fit_columns(l, w).rstrip() == l.rstrip()
+
+def test_the_key_is_there_at_any_width_that_has_room_for_it():
+    trace = crowd_trace(seed=3, steps=20)
+    for width in 29, 40, 60, 79, 100, 109, 110, 140:
+        for whole in False, True:
+            s = Screen(trace, 'x' * 80)
+            for rec in trace.records: s.push(rec)
+            for lines in s.lines(width, 24, whole), s.lines(width, 24, whole, color=True):
+                assert sum(all(k in ESC.sub('', l) for k in ('prefill', 'decode', 'idle')) for l in lines) == 1
+                assert max(len(ESC.sub('', l)) for l in lines) <= width
+    assert not any('prefill' in l for l in s.lines(20, 24)[-1:])
 
 EVIL = ['\x1b[2J\x1b]0;owned\x07', 'a\nb\rc', '\u202eevil', '\x9b31m', 'x\x00y\x08z\t']
 

@@ -1,5 +1,5 @@
 "C++ pieces: built once, found again, never in the way"
-import ctypes, subprocess, sys
+import ctypes, os, subprocess, sys
 import pytest, torch
 from cbatch import native
 from cbatch.native import Native, build_all
@@ -50,6 +50,45 @@ def test_a_build_that_fails_or_a_folder_that_is_none(piece, monkeypatch, tmp_pat
     lacking = Native('piece', SOURCE, dict(thrice=[]))
     assert lacking.build()
     with pytest.warns(UserWarning, match='thrice'): assert lacking.lib is None
+
+WAITS = '''
+import re, sys, threading, torch
+from pathlib import Path
+torch.set_num_threads(2)
+x = torch.zeros(1 << 17).add_(1)                     # OpenMP is loaded, and has a team
+{}
+def slept():
+    "How often its threads have given their processor back"
+    texts = [t.read_text() for t in Path('/proc/self/task').glob('*/status')]
+    return sum(int(re.search('^voluntary_ctxt_switches:(.*)', t, re.M)[1]) for t in texts)
+before = slept()
+for _ in range(200): x.add_(1); sum(range(5000))
+print(slept() - before, sum(t.name == 'cbatch gives way' for t in threading.enumerate()))
+'''
+
+def waits(code):
+    "How often two threads that wait for their next share have slept in 200 shares, and how many hold them to it"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))}
+    ran = subprocess.run([sys.executable, '-c', WAITS.format(code)], env=env, capture_output=True,
+                         text=True, check=True)
+    return [int(n) for n in ran.stdout.split()]
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
+@pytest.mark.parametrize('code', ['from cbatch import AsyncLLM; AsyncLLM',
+                                  'from cbatch.native import give_way; give_way(); give_way()'])
+def test_threads_that_wait_go_to_sleep_also_where_torch_was_first(code):
+    slept, held = waits(code)
+    assert slept > 100 and held == 1
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
+def test_whoever_said_how_to_wait_keeps_his_word(monkeypatch):
+    filled = []
+    monkeypatch.setattr(native, '_fill', filled.append)
+    for name in 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT': monkeypatch.delenv(name, raising=False)
+    native.give_way()
+    assert filled and all('libgomp' in p for p in filled)      # torch's own
+    for name, value in dict(OMP_WAIT_POLICY='ACTIVE', GOMP_SPINCOUNT='3').items():
+        with monkeypatch.context() as m: m.setenv(name, value); filled.clear(); native.give_way(); assert not filled
 
 @needs_compiler
 @pytest.mark.parametrize('content', [b'', b'nonsense', None], ids=['empty', 'nonsense', 'cut'])

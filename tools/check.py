@@ -4,6 +4,7 @@ Steps: export clean types notebooks tests kernels docs build wheel. --all adds w
 every notebook must store what is stored."""
 import hashlib, os, shutil, subprocess, sys, tempfile, time, venv
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +37,9 @@ NBS = ['index.ipynb', 'nbs/*.ipynb', 'kernels/*.ipynb']
 
 def export():
     "nbdev_export leaves no diff"
+    if not version('nbdev').startswith('2.'):
+        sys.exit(f"nbdev {version('nbdev')} is here, and settings.ini is for nbdev 2: version 3 wants it moved to "
+                 "pyproject.toml, and its migration drops our extras (serve, dev ...). pip install nbdev==2.4.14")
     with unchanged(['cbatch/**/*.py'], 'The modules were not what the notebooks say; they are now.'):
         sh(BIN/'nbdev_export')
 
