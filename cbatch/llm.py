@@ -270,8 +270,7 @@ def __exit__(self:LLM, *exc:Any): self.close()
 @patch
 def reset_prefix_cache(self:LLM):
     "Find nothing any more of what was computed so far; whoever is being answered keeps what he has"
-    self.ensure_open()
-    self._ours()
+    self.ensure_ours()
     blocks:Any = self.scheduler.blocks
     blocks.reset()
 
@@ -280,8 +279,7 @@ def reload_weights(self:LLM,
     weights:Mapping[str, Any]|None=None, # by name, all or some, written into `hf_model`; None: its own were changed
 ):
     "Go on with other weights, nothing of the old ones left; `ValueError` while requests are here"
-    self.ensure_open()
-    self._ours()
+    self.ensure_ours()
     if self.requests: raise ValueError(f"{len(self.requests)} answers are under way: let them end first, or abort them")
     if weights is not None: self.model.overwrite(weights)
     if take := getattr(self.runner, 'take_weights', None): take()

@@ -1,7 +1,7 @@
-"""Random lives among strangers: what a tokenizer, a sink, a policy, a mask or a signal handler throws, and what a caller does to
-his results or to torch, costs nobody else a token.
+"""Random lives among strangers: what a tokenizer, a sink, a policy, a mask or a signal handler throws, and what a
+caller does to his results or to torch, costs nobody else a token.
 
-Each life has some of the ILLS. Whoever is not struck himself gets the oracle's answer, and at the end nothing is held."""
+Each life has some of the ILLS. Who is not struck himself gets the oracle's answer, and at the end nothing is held."""
 import copy, random, signal, threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
