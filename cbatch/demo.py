@@ -186,7 +186,8 @@ def demo_command(
     people, began = crowd(seed, rate), time.monotonic()
     rules = {p: get_policy(p).__doc__ or '' for p in policies.split(',')}
     refuse_folders(report=report, trace=trace, record=record)
-    sizes = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
+    sizes:dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                                num_blocks=num_blocks)
     EngineConfig(dtype=dtype, **sizes)       # refuses what can't be, before a model is loaded for it
     print(f'cbatch demo: {len(people)} people ask {model} ({dtype}), {max_num_seqs} at a time', flush=True)
     here, lm = machine(), _ready(model, dtype)

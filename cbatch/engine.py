@@ -25,7 +25,7 @@ from .policies import get_policy
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
 from .reports import Answer, Draft, Outbox
-from .runner import Executor, ModelRunner, Sampler, pool_blocks
+from .runner import Executor, ModelRunner, Sampler, host_blocks, pool_blocks
 from .sampling import uniform
 from .scheduler import STUCK, Scheduler
 from .trace import Trace
@@ -52,7 +52,7 @@ class Engine:
         self.pid, self.inside = getpid(), False    # whose it is; is a step, or another change, under way?
         self.driver:Thread|None = None             # the only thread that may, if there is one
         self.num_blocks = pool_blocks(model, config) if runner is None else runner.num_blocks
-        self.max_model_len = self._longest()
+        self.num_host_blocks, self.max_model_len = host_blocks(model, config, self.num_blocks), self._longest()
         self.runner = runner or self._runner()
         self.scheduler = self._scheduler(policy)
         self.door = Door(model, self.scheduler, self.max_model_len)
@@ -82,16 +82,9 @@ def _longest(self:Engine)->int:
     return most or min(self.model.max_len, room)
 
 @patch
-def _num_host_blocks(self:Engine)->int:
-    "Blocks of the pool that swapping needs in host memory"
-    c, block = self.config, self.config.block_size * self.model.kv_bytes_per_token
-    if c.preemption != 'swap': return 0
-    return self.num_blocks if c.swap_mb is None else max(1, int(c.swap_mb * 1e6 // block))
-
-@patch
 def _runner(self:Engine)->ModelRunner:
     longest = -(-self.max_model_len // self.config.block_size)
-    executor = Executor(self.model, self.config, self.num_blocks, longest, self._num_host_blocks())
+    executor = Executor(self.model, self.config, self.num_blocks, longest, self.num_host_blocks)
     return ModelRunner(executor, Sampler(self.model.eos_ids))
 
 @patch
@@ -103,7 +96,7 @@ def _trace(self:Engine)->Trace:
 @patch
 def _scheduler(self:Engine, policy)->Scheduler:
     blocks = PrefixBlocks(self.num_blocks, self.config.block_size, self.config.prefix_caching)
-    return Scheduler(self.config, blocks, policy, get_preemptor(self.config, self._num_host_blocks()))
+    return Scheduler(self.config, blocks, policy, get_preemptor(self.config, self.num_host_blocks))
 
 # %% ../nbs/30_engine.ipynb #98942c0e
 @patch

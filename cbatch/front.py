@@ -87,12 +87,15 @@ class Front:
     def fingerprint(self)->str:
         made_of = repr((self.version, self.name, self.llm.model.dtype)).encode()
         return 'fp_' + hashlib.sha256(made_of).hexdigest()[:12]
-    @property
-    def vocab_size(self)->int: return self.llm.model.vocab_size
-    @property
-    def body_bytes(self)->int:
-        "How large a body may be: 64 bytes for each token of the context, and some for many short prompts"
-        return self.max_body_bytes or min(LIMITS['body_bytes'], 2**18 + 64 * self.llm.max_model_len)
+
+# %% ../nbs/42_front.ipynb #d55ace36
+@patch(as_prop=True)
+def vocab_size(self:Front)->int: return self.llm.model.vocab_size
+
+@patch(as_prop=True)
+def body_bytes(self:Front)->int:
+    "How large a body may be: 64 bytes for each token of the context, and some for many short prompts"
+    return self.max_body_bytes or min(LIMITS['body_bytes'], 2**18 + 64 * self.llm.max_model_len)
 
 # %% ../nbs/42_front.ipynb #16e0f77c
 @patch

@@ -17,7 +17,7 @@ from .core import Asked, RequestOutput
 from .door import meant
 from .engine import Engine
 from .interrupts import alone, undisturbed
-from .loading import load_model
+from .loading import load_model, overwrite
 from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams, wished
 from .policies import get_policy
@@ -158,7 +158,7 @@ def generate(self:LLM,
     "Answer all prompts; `ValueError` before anything starts, `RequestFailed` if one could not be computed"
     self.ensure_open()
     asked, done, entered = self._asked(prompts, wished(params, wishes)), dict[str, RequestOutput](), list[str]()
-    with self._progress(len(asked), use_tqdm) as bar, undisturbed() as held:
+    with Progress(len(asked), self.counters, use_tqdm) as bar, undisturbed() as held:
         def sink(o:Draft):
             if not o.finished: return
             done[o.request_id] = o.output()
@@ -192,10 +192,6 @@ def _asked(self:LLM, prompts:Any, params:Any)->list[Asked]:
         have = f"{len(prompts)} prompts and {len(params)} params"
         raise ParamError('params', f"{have}: give one for all, or one for each")
     return [self.prepare(p, sp) for p, sp in zip(prompts, params)]
-
-@patch
-def _progress(self:LLM, n:int, show:bool):
-    return Progress(n, self.counters, show)
 
 @patch
 def _drop(self:LLM, ids:list[str], sink:Any):
@@ -281,7 +277,7 @@ def reload_weights(self:LLM,
     "Go on with other weights, nothing of the old ones left; `ValueError` while requests are here"
     self.ensure_ours()
     if self.requests: raise ValueError(f"{len(self.requests)} answers are under way: let them end first, or abort them")
-    if weights is not None: self.model.overwrite(weights)
+    if weights is not None: overwrite(self.model, weights)
     if take := getattr(self.runner, 'take_weights', None): take()
     self.reset_prefix_cache()
 

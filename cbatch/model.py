@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from threading import RLock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING,
@@ -66,15 +66,9 @@ def dtype(self:CausalLM)->torch.dtype: return next(self.hf_model.parameters()).d
 def device(self:CausalLM)->torch.device: return next(self.hf_model.parameters()).device
 
 # %% ../nbs/02_model.ipynb #ee04f973
-_P, _R = ParamSpec('_P'), TypeVar('_R')
-
-_c:Any = torch._C
-_inference, _autocast = torch.is_inference_mode_enabled, _c._is_any_autocast_enabled
-_modes = _c._len_torch_function_stack
-
-def _odd()->bool:
-    "Is anything set around us that changes what torch does? A default device is one of the functions' modes"
-    return _inference() or _autocast() or _modes() > 0
+_F = TypeVar('_F', bound=Callable[..., Any])
+_inference, _autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
+_modes = torch._C._len_torch_function_stack     # a default device is one of the functions' modes
 
 @contextmanager
 def _nothing_set()->Iterator[None]:
@@ -85,14 +79,14 @@ def _nothing_set()->Iterator[None]:
         yield
 
 def neutral(
-    f:Callable[_P, _R],
-)->Callable[_P, _R]: # does the same, whatever is set around it: inference mode, autocast, a default device
+    f:_F,
+)->_F: # does the same, whatever is set around it: inference mode, autocast, a default device
     "Decorator for what touches tensors"
     @wraps(f)
-    def inside(*args:_P.args, **kwargs:_P.kwargs)->_R:
-        if not _odd(): return f(*args, **kwargs)
+    def inside(*args:Any, **kwargs:Any)->Any:
+        if not (_inference() or _autocast() or _modes()): return f(*args, **kwargs)
         with _nothing_set(): return f(*args, **kwargs)
-    return inside
+    return inside  # type: ignore[return-value]  # wraps says so
 
 # %% ../nbs/02_model.ipynb #d91eb810
 def byte_tokenizer()->PreTrainedTokenizerFast:   # ids 0-255 are the bytes, 256 is <eos>, 257 is <pad>

@@ -18,7 +18,7 @@ from .loading import cache_dir
 # %% ../nbs/04_native.ipynb #aea131cd
 @functools.cache
 def _fill(path:str)->None:
-    "Keep as many threads asleep in an OpenMP as there are processors: any team beside them is one too many, and spins little"
+    "Keep as many threads asleep in an OpenMP as there are processors: any team beside them spins little"
     gomp, nothing = ctypes.CDLL(path), ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
     def sleep():
         gomp.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)), 0)

@@ -323,8 +323,7 @@ def encode_text(tokenizer:PreTrainedTokenizerBase, text:str, add_special_tokens:
     except UnicodeEncodeError as e:
         raise ParamError('prompt', f"prompt: character {e.start} is no Unicode text (a lone surrogate)") from None
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    # the text has begun so by itself
-    if ids and add_special_tokens and ids[:1] == ids[1:2] == opening(tokenizer): del ids[0]
+    if add_special_tokens and ids and ids[:1] == ids[1:2] == opening(tokenizer): del ids[0]  # the text begins with it
     return ids
 
 def _encode_parts(tokenizer:PreTrainedTokenizerBase, parts:list[str])->list[int]:

@@ -220,7 +220,7 @@ def why(self:Trace,
         if ended: alive = False
     waits = [f"arrived at {t:.3f} s, no step since" for r,_,t in self.came if r == request_id]
     if not runs and not waits:
-        ids = dict.fromkeys(x[0] for rec in self.records for x in (*rec.arrived, *rec.scheduled))
+        ids = dict.fromkeys(str(x[0]) for rec in self.records for x in (*rec.arrived, *rec.scheduled))
         raise ValueError(f"no request {request_id!r} in the kept steps{near(str(request_id), ids) or _some(ids)}")
     return waits + [f"step{'s' * (a != b)} {a}{f'-{b}' * (a != b)}: {what}" for a,b,what in runs]
 
