@@ -68,6 +68,7 @@ def _meant(scope:Scope)->str:
     "Where somebody may have wanted to go who asked for what is not there"
     known = {p.path: p.method.upper() for p in PATHS if '{' not in p.path}
     path = re.sub('/+', '/', scope['path'][:80])
+    if path in known: return ''
     near = ['/v1' + path, *get_close_matches(path.rstrip('/'), [*known], 1, .8)]
     found = next((p for p in near if p in known), None)
     if not found: return "; the API begins at /v1, and /openapi.json lists it all"

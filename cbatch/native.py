@@ -23,7 +23,7 @@ def _fill(path:str)->None:
     def sleep():
         gomp.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)), 0)
         threading.Event().wait()                      # they leave when it does
-    threading.Thread(target=sleep, name='cbatch gives way', daemon=True).start()
+    threading.Thread(target=sleep, name='openmp gives way', daemon=True).start()
 
 def give_way()->None:
     "Let waiting threads sleep instead of spin, in each GNU OpenMP loaded so far; done when this module is imported"

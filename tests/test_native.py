@@ -63,7 +63,7 @@ def slept():
     return sum(int(re.search('^voluntary_ctxt_switches:(.*)', t, re.M)[1]) for t in texts)
 before = slept()
 for _ in range(200): x.add_(1); sum(range(5000))
-print(slept() - before, sum(t.name == 'cbatch gives way' for t in threading.enumerate()))
+print(slept() - before, sum(t.name == 'openmp gives way' for t in threading.enumerate()))
 '''
 
 def waits(code):
