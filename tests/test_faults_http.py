@@ -428,7 +428,7 @@ def test_fault_26_an_exception_in_a_step(w, exc):
         assert stream.frames[-1]['error']['code'] == 'engine_error'
         assert ref(w.llm.model, NEXT, 20).text.startswith(''.join(f['choices'][0]['text'] for f in stream.frames[:-1]))
 
-class Fatal(BaseException): pass
+class Fatal(SystemExit): "What no request is to blame for"
 
 @pytest.mark.parametrize('how', ['dies', 'stalls'])
 def test_fault_27_the_engine_is_gone(tiny, how):
