@@ -68,13 +68,13 @@ def _meant(scope:Scope)->str:
     "Where somebody may have wanted to go who asked for what is not there"
     known = {p.path: p.method.upper() for p in PATHS if '{' not in p.path}
     path = re.sub('/+', '/', scope['path'][:80])
-    if path in known: return ''
+    if scope['path'] in known: return ''
     near = ['/v1' + path, *get_close_matches(path.rstrip('/'), [*known], 1, .8)]
     found = next((p for p in near if p in known), None)
     if not found: return "; the API begins at /v1, and /openapi.json lists it all"
     return f"; did you mean {known[found]} {found}? /openapi.json lists what there is"
 
-_ENDING = Unavailable("the server ends", 'draining', 10)
+def _ending()->ProtocolError: return told(Unavailable("the server ends", 'draining', 10))
 
 def as_error(e:Exception, scope:Scope)->ProtocolError:
     "What a client is told about whatever was raised"
@@ -99,7 +99,7 @@ class Exchange:
     async def hear(self)->Message:
         m = await self.receive()
         self.unread = self.unread and m['type'] == 'http.request' and m.get('more_body', False)
-        if self.unread and self.gate and self.gate.closing and not self.started: raise told(_ENDING)
+        if self.unread and self.gate and self.gate.closing and not self.started: raise _ending()
         return m
 
     async def say(self, m:Message):
@@ -150,7 +150,7 @@ class Gate:
         try: await self.through(scope, x)
         except asyncio.CancelledError:              # by the server, at its end
             drop = (scope.get('state') or {}).get('drop')
-            if not x.started: await x.tell(told(_ENDING), {}, 0.)
+            if not x.started: await x.tell(_ending(), {}, 0.)
             elif drop is None: raise
             else: drop(); await asyncio.sleep(0)    # the connection learns of it, or uvicorn complains
 

@@ -63,9 +63,9 @@ class Moody(Ill):
         ill = self
         class P(Policy):
             name = 'vllm'
-            def moody(self):
-                if ill.armed and ill.rng.random() < .02: ill.armed = False; raise ill.throws()
-            def key(self, r): self.moody(); return super().key(r)
+            def moody(self, often=.02):
+                if ill.armed and ill.rng.random() < often: ill.armed = False; raise ill.throws()
+            def key(self, r): self.moody(.3); return super().key(r)
             def chunk(self, *a): self.moody(); return super().chunk(*a)
             def close(self, *a): self.moody(); return super().close(*a)
             def starts(self, *a): self.moody(); return super().starts(*a)
@@ -110,7 +110,7 @@ class Device(Ill):
         def move(moves): self.maybe(); return real_move(moves)
         e.forward, e.move = forward, move
     def maybe(self):
-        if self.rng.random() < .01:
+        if self.rng.random() < .03:
             e = self.rng.choice([torch.OutOfMemoryError, RuntimeError, Panic])('the device is odd')
             if not isinstance(e, torch.OutOfMemoryError): self.life.failed_step = True
             raise e
@@ -187,12 +187,14 @@ class Alarms(Ill):
     "A signal handler throws at any moment of a step"
     @contextmanager
     def around(self):
-        def ring(*args): raise Alarm
+        rang, due_s = [], self.rng.uniform(1e-5, 3e-3) if self.rng.random() < .5 else 0
+        def ring(*args): rang.append(1); raise Alarm
         old = signal.signal(signal.SIGALRM, ring)
         try:
-            if self.rng.random() < .5: signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-5, 3e-3))
+            signal.setitimer(signal.ITIMER_REAL, due_s)
             try: yield
-            finally: signal.setitimer(signal.ITIMER_REAL, 0)
+            finally: left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+            if due_s and not left_s and not rang: self.life.wrong = 'a signal was lost'
         finally: signal.signal(signal.SIGALRM, old)
 
 class Twice(Ill):
@@ -218,7 +220,7 @@ class Life:
         self.rng, self.seen = random.Random(seed), Counter()
         self.struck, self.deaf, self.ended = set(), set(), {}     # deaf: whose sink threw, so they were let go
         self.entered, self.sinks, self.later = [], [], []
-        self.unspoken, self.failed_step = None, False
+        self.unspoken, self.failed_step, self.wrong = None, False, None
         self.ills = [ILLS[i](self) for i in ills]
         rng, todo = self.rng, {}
         for i in range(rng.randint(3, 8)):
@@ -243,7 +245,7 @@ class Life:
         def told(draft):
             o = draft.output()
             if o.finished: self.ended[rid] = copy.deepcopy(o)
-            assert rid not in self.deaf, 'told after its sink threw'
+            if rid in self.deaf: self.wrong = f'{rid} was told after its sink threw'
             for ill in self.sinks: ill.told(rid, draft)
         return told
 
@@ -275,6 +277,7 @@ class Life:
             idle = 0 if self.llm.metrics['num_steps'] > before else idle + 1
             assert idle < 200, 'never ends'
         quiet(self.llm)
+        assert not self.wrong, self.wrong
         missing = set(self.todo) - set(self.ended)
         assert missing <= self.deaf, f'{missing} have no end'
         for rid, o in self.ended.items(): self.judge(rid, o)

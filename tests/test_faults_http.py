@@ -159,7 +159,7 @@ def test_fault_10_logit_bias(nothing_added):
 
 def test_fault_11_stop(w):
     before = added(w)
-    for x in (['a'] * 5, ['a'] * 100_000, '', [''], ['a', ''], 'x' * 10**5, 5, [5], {'a': 1}):
+    for x in (['a'] * 5, ['a'] * 50_000, '', [''], ['a', ''], 'x' * 10**5, 5, [5], {'a': 1}):
         refused(w.complete(stop=x), param='stop')
     assert added(w) == before
     text = lambda **kw: w.complete('Hello', max_tokens=40, **kw).json['choices'][0]
