@@ -2,13 +2,12 @@
 import functools, signal
 from collections import Counter
 import pytest
-import cbatch.core, cbatch.engine, cbatch.interrupts, cbatch.model, cbatch.params, cbatch.reports, cbatch.roster
-import cbatch.runner, cbatch.scheduler
+import cbatch.core, cbatch.engine, cbatch.model, cbatch.params, cbatch.runner
 from cbatch.engine import Engine
 from cbatch.interrupts import Held
 from cbatch.llm import LLM
 from cbatch.reports import Draft, Outbox
-from cbatch.roster import Roster, WaitingQueue
+from cbatch.roster import Roster
 from cbatch.scheduler import Scheduler
 from abuse import ILLS, live
 from test_mutations import rewritten
@@ -80,24 +79,12 @@ def a_key_that_raised_leaves_its_mark(put):
     put(Roster, 'requeue', rewritten(Roster.requeue, 'r.status, r.num_preemptions = was', 'pass'))
 
 @fault('moody')
-def queued_before_it_can_be(put):
-    def push(self, r):
-        self.live[r.request_id] = None, r.seq, r
-        old(self, r)
-    old = WaitingQueue.push
-    put(WaitingQueue, 'push', push)
-
-@fault('moody')
 def what_a_policy_learns_may_raise_at_once(put):
     put(Scheduler, 'update', rewritten(Scheduler.update, 'except BaseException as e: self.trouble = e',
                                        'except ZeroDivisionError as e: self.trouble = e'))
 
 @fault('moody')
 def a_plan_that_broke_off_is_not_undone(put): put(Engine, '_void', lambda self, plan, moved: None)
-
-@fault('device')
-def a_step_that_failed_had_moved_its_blocks(put):
-    put(Engine, 'execute', rewritten(Engine.execute, 'self.moved or pending.moved', 'True'))
 
 @fault('ambient')
 def modes_are_not_seen(put):

@@ -108,7 +108,8 @@ def test_whoever_asks_for_help_gets_it_whichever_way_round(capsys):
 def test_an_option_that_turns_off_says_so_and_a_model_is_named_either_way(capsys):
     for name in 'demo', 'replay', 'bench throughput':
         with pytest.raises(SystemExit): parse(name, ['--help'])
-        for what in re.findall(r'^ +--no-[\w-]+\s+(.*)', capsys.readouterr().out, re.M): assert what.startswith('turn off: ')
+        said = re.findall(r'^ +--no-[\w-]+\s+(.*)', capsys.readouterr().out, re.M)
+        assert all(what.startswith('turn off: ') for what in said)
     for args in ['x.gguf'], ['--model', 'x.gguf'], ['--seed', '0', 'x.gguf']:
         assert parse('demo', args)['model'] == 'x.gguf'
     assert parse('bench throughput', ['x'])['model'] == 'x' and parse('demo', ['--seed', '3'])['model'] == 'smollm2'

@@ -314,9 +314,22 @@ def test_notebooks_are_numbered_in_the_order_of_their_imports(folder):
     assert modules == sorted(modules, key=ORDER.index)
 
 def test_sidebar_names_every_notebook_once():
-    named = re.findall(r'^\s*- (\w+/\w+\.ipynb)\s*$', (ROOT/'_quarto.yml').read_text(encoding='utf-8'), re.M)
+    yml = (ROOT/'_quarto.yml').read_text(encoding='utf-8').partition('  sidebar:')[2]
+    named = re.findall(r'^\s*(?:-|href:) (\w+/\w+\.ipynb)\s*$', yml, re.M)
     assert named == sorted(set(named), key=named.index)
     assert set(named) >= {p.relative_to(ROOT).as_posix() for p in CHAPTERS}
+
+def test_each_promise_names_tests_that_there_are():
+    "Every line of a table has a promise, its end, and links to tests"
+    nb, files = ROOT/'nbs/54_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
+    rows = [l for c in cells(nb, 'markdown') for l in c['source'].splitlines() if l.startswith('| ')]
+    rows = [r.strip('| ').split(' | ') for r in rows if not r.startswith('| it promises')]
+    assert len(rows) > 30 and all(len(r) == 3 and all(r) for r in rows)
+    for promise, _, held in rows:
+        links = re.findall(r'\[(\w+)\]\(' + re.escape(files) + r'(\w+\.py)\)', held)
+        assert len(links) == held.count('](') > 0, promise
+        for name, file in links:
+            assert f'def {name}(' in (ROOT/'tests'/file).read_text(encoding='utf-8'), f'{file} has no {name}'
 
 # --- the repository
 

@@ -275,7 +275,8 @@ def test_attention_of_a_twin_of_a_twin():
     assert eager.config._attn_implementation == 'eager'
     assert hf.config._attn_implementation == 'sdpa'
     assert all(a is b for a, b in zip(hf.parameters(), flex.parameters()))
-    for (name, a), b in zip(hf.named_buffers(), flex.buffers()): assert (a is b) == (not name.endswith('inv_freq')), name
+    for (name, a), b in zip(hf.named_buffers(), flex.buffers()):
+        assert (a is b) == (not name.endswith('inv_freq')), name       # a model writes into its frequencies
 
 def test_attention_of_nested_configs():
     "Each part gets the word, and the model's own keep theirs"
