@@ -215,6 +215,8 @@ def replay_command(
     "Play a saved trace, in the terminal or as a web page"
     if not speed > 0: raise ValueError(f"speed={speed!r}: must be above 0")
     refuse_folders(html=html)
+    if html and Path(html).resolve() == Path(path).resolve():
+        raise ValueError(f"html={html!r} is the trace itself: name another file")
     trace = Trace.load(path)
     recs, name = trace.records, f"{batching_name(trace.facts['policy'])} batching"
     if html: return _page(trace, name, html)

@@ -309,7 +309,7 @@ def _tell(self:Engine, drafts:list[Draft]):
 def abort(self:Engine,
     request_id:str,
 )->bool: # False if there is no such request (any more)
-    "End a request now; its blocks are free at once"
+    "End a request now; its blocks are free at once, and no report of it comes, but to its sink"
     return request_id in self.groups and self._abort(request_id)
 
 @patch

@@ -46,7 +46,7 @@ class LLM(Engine):
 
     @property
     def hf_model(self)->PreTrainedModel:
-        "transformers' own model, yours if you gave one; after changing its weights see `reload_weights`"
+        "transformers' own model, yours if you gave one of this dtype; after changing its weights see `reload_weights`"
         self.ensure_open()
         return self.model.hf_model
     @property
@@ -211,7 +211,7 @@ def stream(self:LLM,
     params:SamplingParams|None=None,
     **wishes:Any,      # or what `params` would say, by name
 )->Iterator[str]:      # text
-    "Yield the answer piece by piece; `ValueError` at once if the request can't be served"
+    "Yield the answer piece by piece, as far as it comes before an abort; `ValueError` at once if it can't be served"
     asked = self.prepare(prompt, wished(params, wishes))
     if asked.params.n > 1:
         raise ParamError('n', f"n={asked.params.n}: a stream has one answer; use add and step, or generate")

@@ -298,8 +298,13 @@ def overwrite(
 ):
     "Write weights into the model's own tensors; `ValueError` by name, and nothing is written, where one has no place"
     own = lm.hf_model.state_dict(keep_vars=True)
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"weights is {type(weights).__name__}: give a dict from names to tensors, as state_dict() does")
     for name, w in weights.items():
         if name not in own: raise ValueError(f"weights: {lm.name} has none called {name!r}")
+        if not isinstance(w, torch.Tensor) or w.is_meta or w.is_floating_point() != own[name].is_floating_point():
+            what = f"{w.dtype} on {w.device}" if isinstance(w, torch.Tensor) else type(w).__name__
+            raise ValueError(f"weights: {name} is {what}: give a tensor of {own[name].dtype} or the like, with numbers")
         if own[name].shape != w.shape:
             raise ValueError(f"weights: {name} is {tuple(w.shape)}, {lm.name} wants {tuple(own[name].shape)}")
     for name, w in weights.items():

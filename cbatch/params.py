@@ -226,7 +226,9 @@ def wished(
     "What a call wishes for, said in either way"
     if not named or params is None: return SamplingParams(**named) if named else params
     k, v = next(iter(named.items()))
-    raise ParamError(k, f"{k}={repr(v)[:80]} beside params: say it in them, SamplingParams({k}=...)")
+    if k in SamplingParams.__dataclass_fields__ or k in ELSEWHERE: what = f"say it in them, SamplingParams({k}=...)"
+    else: what = "no such wish; request_id, priority, user and deadline are for `add`, a prompt at a time"
+    raise ParamError(k, f"{k}={repr(v)[:80]} beside params: {what}")
 
 # %% ../nbs/00_params.ipynb #c08386d8
 def check_ids(

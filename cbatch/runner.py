@@ -140,11 +140,12 @@ def take_weights(self:Executor):
     if c.compile: self.call = torch.compile(self.call, dynamic=True)
     # a backend may know how to replay decode steps
     if make and c.cuda_graphs: self.graphs = make(c.max_num_seqs, self.max_blocks)
-    self.weights = [p for p in m.hf_model.parameters() if not p.is_inference()]    # those count no changes
     self.taken = self._versions()
 
 @patch
-def _versions(self:Executor)->list[int]: return [n for p in self.weights for n in (p._version, p.data_ptr())]
+def _versions(self:Executor)->list[int]:
+    ours = (p for p in self.model.hf_model.parameters() if not p.is_inference())   # those count no changes
+    return [n for p in ours for n in (p._version, p.data_ptr())]
 
 @patch(as_prop=True)
 def stale(self:Executor)->bool:

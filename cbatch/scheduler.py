@@ -149,7 +149,8 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     plan.padding, plan.num_waiting = self.policy.padding(self, plan) or [], len(self.waiting)
     wakeup = self.policy.wakeup(self, plan.now)
     if plan.padding and sum(p.num_tokens for p in plan.padding) > plan.left: raise self.wrong("padding over the budget")
-    if wakeup != wakeup: raise self.wrong("wakeup gave NaN")
+    if wakeup is not None and (wakeup != wakeup or not plan and wakeup <= plan.now):
+        raise self.wrong(f"wakeup gave {wakeup!r}: give a time later than now, or None")
     self.next_wakeup = wakeup
     if self.deadlines: self.next_wakeup = min(self.deadlines[0][0], math.inf if wakeup is None else wakeup)
     return plan

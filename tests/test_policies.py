@@ -251,7 +251,7 @@ class Closed(Policy):
 
 @pytest.mark.parametrize('make,words', [
     (Deaf, 'again and again'), (Nobody, 'not a request'), (Listed, 'not a generator'), (Halves, 'whole number'),
-    (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'NaN'), (Closed, 'not a reason')])
+    (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'wakeup gave nan'), (Closed, 'not a reason')])
 def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
     "By its name, and nobody has lost anything: under a policy that is right all are served"
     llm = engine(num_blocks=14, max_num_seqs=2, policy=make())
