@@ -299,7 +299,7 @@ def overwrite(
     "Write weights into the model's own tensors; `ValueError` by name, and nothing is written, where one has no place"
     own = lm.hf_model.state_dict(keep_vars=True)
     if not isinstance(weights, Mapping):
-        raise ValueError(f"weights is {type(weights).__name__}: give a dict from names to tensors, as state_dict() does")
+        raise ValueError(f"weights is {type(weights).__name__}: give a dict of tensors, as state_dict() does")
     for name, w in weights.items():
         if name not in own: raise ValueError(f"weights: {lm.name} has none called {name!r}")
         if not isinstance(w, torch.Tensor) or w.is_meta or w.is_floating_point() != own[name].is_floating_point():
