@@ -143,7 +143,7 @@ def test_generate_whose_bar_breaks(engine, tiny, monkeypatch, e):
         def __enter__(self): return self
         def __exit__(self, *a): pass
         def __getattr__(self, name): return lambda *a, **k: throw(e)
-    monkeypatch.setattr(llm, '_progress', lambda *a, **k: Bar(), raising=True)
+    monkeypatch.setattr('cbatch.llm.Progress', lambda *a, **k: Bar())
     with pytest.raises(type(e)): llm.generate(P, [sp(2), sp(), sp(), sp()], use_tqdm=False)
     monkeypatch.undo(); works(llm, tiny)
 
