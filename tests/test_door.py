@@ -9,7 +9,8 @@ from cbatch import LLM, EngineConfig, SamplingParams, load_model
 from cbatch.loading import ModelNotFound
 from cbatch.model import tiny_lm
 from cbatch.params import Fixed, ParamError, check_number, check_whole, near, plain
-from cbatch.policies import Dynamic, get_policy
+from cbatch.catalog import get_policy
+from cbatch.policies import Dynamic
 from cbatch.results import refuse_folders, write_record
 from cbatch.sampling import bad_word_ids
 from cbatch.token_loop import generate_ref

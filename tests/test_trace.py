@@ -5,7 +5,7 @@ import pytest
 from cbatch.core import Kind, Request, StepOutput, Why
 from cbatch.params import EngineConfig, OutOfBlocks, SamplingParams
 from cbatch.kv_blocks import BlockManager
-from cbatch.policies import get_policy
+from cbatch.catalog import get_policy
 from cbatch.scheduler import Scheduler
 from cbatch.trace import Trace
 

@@ -7,7 +7,8 @@ import hashlib, random
 from cbatch.core import Request, StepOutput
 from cbatch.params import cdiv, EngineConfig, SamplingParams
 from cbatch.kv_blocks import BlockManager, slot_mapping
-from cbatch.policies import Dynamic, Static, get_policy
+from cbatch.catalog import get_policy
+from cbatch.policies import Dynamic, Static
 from cbatch.scheduler import Scheduler
 
 def next_token(tokens): return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % 13

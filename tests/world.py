@@ -4,7 +4,7 @@ INVARIANTS.md says what A1, S3 and the others are."""
 import random
 from cbatch.core import Request, Status
 from cbatch.params import EngineConfig, SamplingParams
-from cbatch.policies import get_policy
+from cbatch.catalog import get_policy
 from cbatch.preemption import VICTIMS, get_preemptor
 from cbatch.prefix_caching import PrefixBlocks, block_hash, root
 from cbatch.scheduler import Scheduler
