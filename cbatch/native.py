@@ -6,7 +6,7 @@
 __all__ = ['KERNELS', 'give_way', 'Native', 'build_all', 'trial', 'Struct', 'struct']
 
 # %% ../nbs/04_native.ipynb #a9e29ed8
-import ctypes, functools, hashlib, os, platform, re, shutil, subprocess, sys, tempfile, threading, warnings
+import ctypes, functools, hashlib, os, platform, re, shutil, subprocess, sys, tempfile, threading, time, warnings
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -16,22 +16,62 @@ from fastcore.basics import patch
 from .loading import cache_dir
 
 # %% ../nbs/04_native.ipynb #aea131cd
-@functools.cache
-def _fill(path:str)->None:
-    "Keep as many threads asleep in an OpenMP as there are processors: any team beside them spins little"
-    gomp, nothing = ctypes.CDLL(path), ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
-    def sleep():
-        gomp.GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)), 0)
-        threading.Event().wait()                      # they leave when it does
-    threading.Thread(target=sleep, name='openmp gives way', daemon=True).start()
+class _Team:
+    "Threads asleep in an OpenMP, as many as there are processors: any team beside them spins little"
+    def __init__(self, path:str):
+        self.open = ctypes.CDLL(path).GOMP_parallel
+        self.bye:threading.Event|None = None
+        self.nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
 
+    def lie_down(self):
+        if self.bye: return
+        self.bye, there = threading.Event(), threading.Event()
+        def sleep(bye:threading.Event):
+            self.open(self.nothing, None, len(os.sched_getaffinity(0)), 0)
+            there.set()
+            bye.wait()                      # the others leave when this thread ends
+        threading.Thread(target=sleep, args=(self.bye,), name='openmp gives way', daemon=True).start()
+        there.wait()
+
+    def leave(self):
+        if self.bye: self.bye.set()
+        self.bye = None
+
+# %% ../nbs/04_native.ipynb #34ea68f1
+_teams:dict[str, _Team] = {}     # by the library's path
+
+def _used()->tuple[float, float]:
+    "s that our processors have worked so far, or were taken from this machine; and s that this process has"
+    ours, ticks = {f'cpu{i}' for i in os.sched_getaffinity(0)}, 0
+    with open('/proc/stat', encoding='utf-8') as f:
+        for name, *t in map(str.split, f):     # user, nice, system, idle, iowait, irq, softirq, steal
+            if name in ours: ticks += sum(map(int, t[:3] + t[5:8]))
+    return ticks / os.sysconf('SC_CLK_TCK'), time.process_time()
+
+def _look(calm:int, worked:float, ours:float)->int: # times in a row
+    "The sleepers leave when we were alone three times in a row, and come back at once when we are not"
+    if ours < .02: return calm                 # who does nothing disturbs nobody
+    calm = calm + 1 if worked - ours < .05 else 0
+    for t in list(_teams.values()): (t.lie_down if calm < 3 else t.leave)()
+    return calm
+
+def _watch(every:float=.2): # s
+    calm, last = 0, _used()
+    while True:
+        time.sleep(every)
+        now = _used()
+        calm, last = _look(calm, now[0] - last[0], now[1] - last[1]), now
+
+# %% ../nbs/04_native.ipynb #7080222c
 def give_way()->None:
-    "Let waiting threads sleep instead of spin, in each GNU OpenMP loaded so far; done when this module is imported"
+    "Let waiting threads sleep beside others, in each GNU OpenMP loaded so far; done when this module is imported"
     if sys.platform != 'linux' or {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys(): return
     with open('/proc/self/maps', encoding='utf-8', errors='replace') as f: maps = f.read()
-    for path in sorted(set(re.findall(r'/.*/libgomp[-.0-9a-f]*\.so[.0-9]*$', maps, re.M))):
-        try: _fill(path)
-        except (OSError, AttributeError): pass        # not what its name says
+    for path in sorted(set(re.findall(r'/.*/libgomp[-.0-9a-f]*\.so[.0-9]*$', maps, re.M)) - _teams.keys()):
+        try: _teams[path] = _Team(path)
+        except (OSError, AttributeError): continue     # not what its name says
+        _teams[path].lie_down()
+        if len(_teams) == 1: threading.Thread(target=_watch, name='who else is here', daemon=True).start()
 
 give_way()
 

@@ -1,5 +1,5 @@
 "C++ pieces: built once, found again, never in the way"
-import ctypes, os, subprocess, sys
+import ctypes, os, subprocess, sys, time
 import pytest, torch
 from cbatch import native
 from cbatch.native import Native, build_all
@@ -57,6 +57,9 @@ from pathlib import Path
 torch.set_num_threads(2)
 x = torch.zeros(1 << 17).add_(1)                     # OpenMP is loaded, and has a team
 {}
+from cbatch import native
+teams, native._teams = native._teams, dict()         # nobody sends them away
+for t in teams.values(): t.lie_down()
 def slept():
     "How often its threads have given their processor back"
     texts = [t.read_text() for t in Path('/proc/self/task').glob('*/status')]
@@ -83,12 +86,38 @@ def test_threads_that_wait_go_to_sleep_also_where_torch_was_first(code):
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
 def test_whoever_said_how_to_wait_keeps_his_word(monkeypatch):
     filled = []
-    monkeypatch.setattr(native, '_fill', filled.append)
+    class Team:
+        def __init__(self, path): filled.append(path)
+        def lie_down(self): pass
+    monkeypatch.setattr(native, '_Team', Team)
+    monkeypatch.setattr(native, '_watch', lambda: None)
     for name in 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT': monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(native, '_teams', {})
     native.give_way()
     assert filled and all('libgomp' in p for p in filled)      # torch's own
     for name, value in dict(OMP_WAIT_POLICY='ACTIVE', GOMP_SPINCOUNT='3').items():
         with monkeypatch.context() as m: m.setenv(name, value); filled.clear(); native.give_way(); assert not filled
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
+def test_sleepers_leave_while_nobody_else_is_here(monkeypatch):
+    "After three windows alone; at once there again when somebody works; whoever does nothing decides nothing"
+    here, took = [True], []
+    class Team: lie_down, leave = (lambda self: here.append(True)), (lambda self: here.append(False))
+    monkeypatch.setattr(native, '_teams', dict(x=Team()))
+    calm = 0
+    for worked, ours in (.2, .2), (.2, .14), (.2, .19), (.2, .01), (.2, .2), (.4, .4), (.2, .2), (.4, .2), (.2, .2):
+        calm = native._look(calm, worked, ours)
+        took.append(here[-1])
+    assert took == [True, True, True, True, True, False, False, True, True]
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs Linux')
+def test_what_others_use_is_seen():
+    before = native._used()
+    busy = subprocess.Popen([sys.executable, '-c', 'while True: pass'])
+    try: time.sleep(1)
+    finally: busy.kill(); busy.wait()
+    worked, ours = (b - a for a, b in zip(before, native._used()))
+    assert worked > .2 and ours < .2
 
 @needs_compiler
 @pytest.mark.parametrize('content', [b'', b'nonsense', None], ids=['empty', 'nonsense', 'cut'])
