@@ -16,7 +16,7 @@ async def ask(port, body):
     data, r = json.dumps(body).encode(), dict(text='', times=[], usage=None, error=None)
     reader, writer = await asyncio.open_connection('127.0.0.1', port)
     start = time.perf_counter()
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
                  b'Content-Length: %d\r\n\r\n' % len(data) + data)
     async for line in reader:
         if not line.startswith(b'data: '): continue
