@@ -18,7 +18,7 @@ from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
 from .demo import demo_command, replay_command
 from .catalog import get_policy
-from .params import EngineConfig, check_number
+from .params import EngineConfig
 
 # %% ../nbs/63_cli.ipynb #b8e2e209
 def _add(p:argparse.ArgumentParser, name:str, kind:Any, default:Any, text:str):
@@ -55,6 +55,20 @@ def make_parser(
     return p
 
 # %% ../nbs/63_cli.ipynb #1f1cc3bc
+def _checked(**config:Any)->dict[str, Any]:
+    "A configuration that can be, as far as one can tell without the model"
+    EngineConfig(**config | dict(policy=get_policy(config['policy'])))
+    return config
+
+@contextmanager
+def _told_once(failed:list[Exception])->Iterator[None]:
+    "What went wrong with the model is raised at the end, and not logged too"
+    log, hush = logging.getLogger('cbatch'), lambda record: not failed
+    log.addFilter(hush)
+    try: yield
+    finally: log.removeFilter(hush)
+    if failed: raise failed[0]
+
 def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
     "An engine for the server's thread; why there is none goes to `failed`"
     from cbatch.llm import LLM
@@ -94,25 +108,17 @@ def serve_command(
     "Serve a model over HTTP, as OpenAI's API"
     try: from cbatch.server import serve
     except ModuleNotFoundError as e: raise ValueError(f"serve needs {e.name}: pip install 'cbatch[serve]'") from None
-    for name, x, least in ('stall', stall_timeout, .001), ('drain', drain_timeout, 0):
-        check_number(f'--{name}-timeout', x, least, 1e9, f'a number of seconds, from {least} up')
     failed:list[Exception] = []
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
-    config:dict[str, Any] = dict(
+    config = _checked(
         dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
-    EngineConfig(**config | dict(policy=get_policy(policy)))      # refuses what can't be, before it listens
-    make = lambda: _make_llm(model, failed, **config)
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)
-    log, hush = logging.getLogger('cbatch'), lambda record: not failed
-    log.addFilter(hush)                        # what went wrong is said once, below
-    try: code = serve(make, name, host=host, port=port, api_key=api_key or os.environ.get('CBATCH_API_KEY'),
-                      drain_timeout_s=drain_timeout, keep_alive_s=keep_alive, clamp_max_tokens=clamp_max_tokens,
-                      limits=limits, metrics_compat=metrics_compat, trace=trace, max_body_bytes=max_body_bytes,
-                      allowed_hosts=[h.strip() for h in allowed_hosts.split(',') if h.strip()])
-    finally: log.removeFilter(hush)
-    if failed: raise failed[0]
-    return code
+    with _told_once(failed): return serve(
+        lambda: _make_llm(model, failed, **config), name, host=host, port=port, limits=limits, trace=trace,
+        api_key=api_key or os.environ.get('CBATCH_API_KEY'), drain_timeout_s=drain_timeout, keep_alive_s=keep_alive,
+        clamp_max_tokens=clamp_max_tokens, metrics_compat=metrics_compat, max_body_bytes=max_body_bytes,
+        allowed_hosts=allowed_hosts.replace(' ', '').split(','))
 
 # %% ../nbs/63_cli.ipynb #be6c22a1
 COMMANDS:dict[str, Callable[..., int]] = {
@@ -154,6 +160,14 @@ def leaving(
     finally:
         for s, f in old.items(): signal.signal(s, signal.SIG_IGN if last else f)
 
+# %% ../nbs/63_cli.ipynb #57232f93
+_TYPED = dict(stall_s='--stall-timeout', drain_timeout_s='--drain-timeout', keep_alive_s='--keep-alive')
+
+def _as_typed(e:Exception)->str:
+    "A message, about an option as it is typed"
+    name, equals, rest = str(e).partition('=')
+    return _TYPED.get(name, name) + equals + rest
+
 def main(
     args:list[str]|None=None, # None: the process's own
 )->int:                       # exit code
@@ -170,4 +184,4 @@ def main(
         with leaving(name == 'serve', args is None): return COMMANDS[name](**parse(name, rest))
     except KeyboardInterrupt: print('\ncbatch: interrupted', file=sys.stderr); return 130
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1); return 1  # as in `cbatch demo | head`
-    except (ValueError, OSError) as e: print(f'cbatch: {e}', file=sys.stderr); return 2
+    except (ValueError, OSError) as e: print(f'cbatch: {_as_typed(e)}', file=sys.stderr); return 2

@@ -273,14 +273,6 @@ def stop(self:Server):
     self.draining.add_done_callback(lambda t: setattr(self, 'should_exit', True))
 
 @patch
-async def drain(self:Server):
-    "Let those who are here finish, for as long as that may take; then end them"
-    ends:list[asyncio.Task[None]] = []
-    alarm = Alarm(self.drain_timeout_s, lambda: ends.append(asyncio.ensure_future(self.engine.close())))
-    try: await self.engine.drain(1e9)
-    finally: alarm.cancel()
-
-@patch
 @contextmanager
 def capture_signals(self:Server)->Iterator[None]:
     "Ours until the block ends, and not raised again after it"
@@ -294,6 +286,15 @@ def capture_signals(self:Server)->Iterator[None]:
     try: yield
     finally:
         for s, f in old.items(): signal.signal(s, f)
+
+# %% ../nbs/47_server.ipynb #f9f60f66
+@patch
+async def drain(self:Server):
+    "Let those who are here finish, for as long as that may take; then end them"
+    ends:list[asyncio.Task[None]] = []
+    alarm = Alarm(self.drain_timeout_s, lambda: ends.append(asyncio.ensure_future(self.engine.close())))
+    try: await self.engine.drain(1e9)
+    finally: alarm.cancel()
 
 # %% ../nbs/47_server.ipynb #16ab4b92
 @patch

