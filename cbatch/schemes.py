@@ -6,7 +6,7 @@
 __all__ = ['MOST_RANKED', 'AHEAD', 'NOTHING_FOUND', 'Whole', 'Reserving', 'Orca', 'blocks_to_come', 'MaxUtilization', 'NoEvict',
            'still_reads', 'prompt_turns', 'decode_turns', 'PromptsFirst', 'VLLM0', 'Nano', 'TGI', 'Sarathi', 'SGLang']
 
-# %% ../nbs/22_schemes.ipynb #3b0bbcfd
+# %% ../nbs/22_schemes.ipynb #d56720a5
 import math
 from fastcore.basics import patch
 from typing import Any
@@ -14,7 +14,7 @@ from .core import Asked, Plan, Request, Status, StepOutput
 from .params import check_bool, check_number, check_whole
 from .scheduler import Policy, Scheduler, Turns
 
-# %% ../nbs/22_schemes.ipynb #ac478afc
+# %% ../nbs/22_schemes.ipynb #b987c6bf
 class Whole(Policy):
     "A prompt is computed in one step or not at all, unless `chunked`"
     chunked = False
@@ -38,7 +38,7 @@ class Orca(Reserving, Whole):
     "Iteration-level scheduling: first come, first served, whole prompts, the worst case reserved (OSDI 2022)"
     name = 'orca'
 
-# %% ../nbs/22_schemes.ipynb #1a3cd385
+# %% ../nbs/22_schemes.ipynb #d0b321d9
 def blocks_to_come(
     s:Scheduler,
     r:Request,
@@ -59,7 +59,7 @@ class NoEvict(MaxUtilization):
     name = 'trtllm-no-evict'
     def spare(self, s:Scheduler, r:Request, plan:Plan)->int: return sum(blocks_to_come(s, x) for x in (*s.running, r))
 
-# %% ../nbs/22_schemes.ipynb #d6aea016
+# %% ../nbs/22_schemes.ipynb #e0b81db2
 def still_reads(r:Request)->bool:
     "Has `r` still to compute its prompt, or what it lost? Otherwise it decodes"
     return r.num_left > 1 or not r.output_ids
@@ -82,7 +82,7 @@ class PromptsFirst(Policy):
         yield from prompt_turns(s)
         if not plan.scheduled: yield from decode_turns(s)
 
-# %% ../nbs/22_schemes.ipynb #499cf2ca
+# %% ../nbs/22_schemes.ipynb #e4373cfa
 class VLLM0(PromptsFirst, Whole):
     "vLLM's first scheduler: whole prompts first, blocks as needed, a watermark (2023, up to 0.7)"
     name = 'vllm-v0'
@@ -94,7 +94,7 @@ class Nano(PromptsFirst, Whole):
     def chunk(self, s:Scheduler, r:Request, wanted:int, left:int)->int:
         return min(wanted, super().chunk(s, r, r.num_tokens, left))
 
-# %% ../nbs/22_schemes.ipynb #f1979b30
+# %% ../nbs/22_schemes.ipynb #42e23349
 class TGI(Reserving, Whole):
     "Prompts interrupt those who decode if enough wait, or have waited enough; the worst case reserved (TGI 3, 2025)"
     name = 'tgi'
@@ -114,7 +114,7 @@ class TGI(Reserving, Whole):
     def on_update(self, s:Scheduler, plan:Plan, out:StepOutput):
         self.num_since = 1 if plan.admitted else self.num_since + 1
 
-# %% ../nbs/22_schemes.ipynb #833822ab
+# %% ../nbs/22_schemes.ipynb #cea90362
 class Sarathi(Policy):
     "Stall-free batching: decodes first, then pieces of prompts, as much as `chunk_size` leaves (OSDI 2024)"
     name = 'sarathi'
@@ -133,7 +133,7 @@ class Sarathi(Policy):
             if still_reads(r) and self.chunk(s, r, 1, plan.left): yield r
         yield from s.line_of_waiting()
 
-# %% ../nbs/22_schemes.ipynb #d4cc2498
+# %% ../nbs/22_schemes.ipynb #f351ce9b
 MOST_RANKED = 128      # who wait; if there are more, first come, first served
 AHEAD = 20             # tokens that each is expected to say after a retract
 NOTHING_FOUND = False, 0
@@ -161,7 +161,7 @@ class SGLang(PromptsFirst):
         if self.stale and s.waiting and len(s.running) < s.config.max_num_seqs: self.line_up(s)
         yield from super().turns(s, plan)
 
-# %% ../nbs/22_schemes.ipynb #e4caccf1
+# %% ../nbs/22_schemes.ipynb #8afc64a7
 @patch
 def line_up(self:SGLang, s:Scheduler):
     "Put the queue in order: who finds most in the cache stands first"

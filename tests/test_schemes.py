@@ -228,7 +228,7 @@ def test_a_promise_leaves_the_cache_alone():
     asks = [(0, start + [1], 4, 2), *[(3, 3, 24, 5)] * 3, (12, start + [2], 4, 2)]
     bought, promised = (Run(p, asks, 22, caching=True).s.blocks.num_hit for p in (Orca(), NoEvict()))
     assert bought < promised == 16
-    assert Run(Orca(), asks, 60, caching=True).s.blocks.num_hit == 16            # in a large pool there is no difference
+    assert Run(Orca(), asks, 60, caching=True).s.blocks.num_hit == 16  # a large pool has room for both
 
 def test_blocks_to_come():
     s = Scheduler(EngineConfig(block_size=4), PrefixBlocks(9, 4))
