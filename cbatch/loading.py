@@ -313,9 +313,9 @@ def load_model(
     "Load a causal language model; `ModelNotFound` or another `ValueError` says what is wrong with it"
     if load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={load_format!r}: must be auto or dummy")
     dtype, device = _place(dtype, device)
-    tokenizer = _tokenizer_of(tokenizer)
+    tok = _tokenizer_of(tokenizer)
     lm = _wrap(model, load_format, dtype, device)
-    if tokenizer is not None: lm = replace(lm, tokenizer=tokenizer)
+    if tok is not None: lm = replace(lm, tokenizer=tok)
     refuse(lm.hf_model.config, type(lm.hf_model))
     lm.layers  # asks it, and refuses what it can't have
     return lm.to(dtype, device)
