@@ -12,8 +12,8 @@ from fastcore.basics import patch
 from typing import Any
 from .core import Asked
 from .model import CausalLM
-from .params import (ANY, CapacityError, ParamError, SamplingParams, check_bool, check_ids, check_number,
-    check_text, plain)
+from .params import (ANY, CapacityError, ParamError, SamplingParams, brief, check_bool, check_ids,
+    check_number, check_text, plain)
 from .sampling import bad_word_ids
 from .scheduler import Scheduler
 from .text import encode_chat, encode_text
@@ -38,9 +38,10 @@ def encode(self:Door,
     prompt:Any,   # text, token ids, or a list of messages
 )->list[int]:     # token ids
     "Tokens of a prompt"
-    if isinstance(prompt, str) or isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+    many = isinstance(prompt, (list, tuple))
+    if isinstance(prompt, str) or many and prompt and isinstance(prompt[0], dict) and not _prompt_in(prompt[0]):
         return self._read(prompt)
-    if not isinstance(prompt, (list, tuple)) or not all(map(_is_id, prompt)):
+    if not many or not all(map(_is_id, prompt)):
         what = "give text, a list of token ids, or a list of messages"
         raise ParamError('prompt', f"prompt is {type(prompt).__name__}: {what}{meant(prompt)}")
     return [int(i) for i in prompt]
@@ -48,17 +49,24 @@ def encode(self:Door,
 # %% ../nbs/31_door.ipynb #072a04b0
 def _is_id(i:Any)->bool: return isinstance(i, numbers.Integral) and not isinstance(i, bool)
 
+def _prompt_in(x:Any)->str|None:
+    "Under which name a dict as other engines take it has its prompt"
+    if not isinstance(x, Mapping) or 'role' in x: return None
+    return next((k for k in ('prompt_token_ids', 'input_ids', 'prompt') if k in x), None)
+
 def meant(
     prompt:Any,   # something that is none
 )->str:           # for the end of a message; empty if nothing is known about it
     "How to say what was probably meant"
     if hasattr(prompt, 'tolist'): return "; of an array, its tolist()"
     if isinstance(prompt, (bytes, bytearray)): return "; of bytes, their decode()"
-    if isinstance(prompt, Mapping): return "; of an encoding, its input_ids" if 'input_ids' in prompt else \
-        "; of a message, a list with it: [dict(role='user', content='...')]"
-    if isinstance(prompt, (list, tuple)) and any(isinstance(p, (str, list, tuple)) for p in prompt):
+    if k := _prompt_in(prompt): return f"; of such a dict, its {k}"
+    if isinstance(prompt, Mapping): return "; of a message, a list with it: [dict(role='user', content='...')]"
+    if not isinstance(prompt, (list, tuple)): return ''
+    if prompt and (k := _prompt_in(prompt[0])): return f"; of such dicts, what they hold: [p[{k!r}] for p in prompts]"
+    if prompt and all(isinstance(p, (str, list, tuple)) for p in prompt):
         return "; this is a list of prompts: that is for generate, or one call for each"
-    return ''
+    return next((f"; prompt[{i}] is {brief(x)}" for i, x in enumerate(prompt) if not _is_id(x)), '')
 
 def _num_chars(prompt:Any)->int:
     "Characters of a text, or of all messages"
@@ -117,7 +125,9 @@ def ask(self:Door,
     text, limit = plain(prompt) if isinstance(prompt, str) else None, self.limit(len(ids), params)
     r = Asked(name, ids, params, limit, stop_ids=frozenset(ends), bad_words=words, prompt=text, **more)
     if params.prompt_logprobs is not None: r.use_cache = False     # a cached prompt has no logits: it is not computed
-    if why := self.scheduler.policy.refuses(self.scheduler, r): raise CapacityError('prompt', why)
+    if why := self.scheduler.policy.refuses(self.scheduler, r):
+        if not isinstance(why, str): raise self.scheduler.wrong(f"refuses gave {why!r}, not a sentence")
+        raise CapacityError('prompt', why)
     return r
 
 def _more(user:Any=None, cache_salt:Any=None, use_cache:Any=True, **times:Any)->dict[str, Any]:

@@ -70,20 +70,26 @@ def metrics(self:LLM)->dict[str, Any]:
 
 # %% ../nbs/34_llm.ipynb #d1fc03e3
 @patch
+def _way(self:LLM)->str:
+    "Model, dtype, device, and which way they are run"
+    m, path = self.model, getattr(self.runner, 'path', None)
+    return f"{m.name}, {str(m.dtype)[6:]} on {m.device}" + (f", {path}" if path else '')
+
+@patch
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
-    c, m, room = self.config, self.model, self.num_blocks * self.config.block_size
+    c, room = self.config, self.num_blocks * self.config.block_size
     pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
-    return (f"LLM({m.name}, {str(m.dtype)[6:]} on {m.device}, policy {self.scheduler.policy.name}; "
+    return (f"LLM({self._way()}, policy {self.scheduler.policy.name}; "
             f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
 
 @patch
 def _repr_html_(self:LLM)->str:
     if self.model is None: return '<code>LLM(closed)</code>'
-    c, m, now, room = self.config, self.model, self.metrics, self.num_blocks * self.config.block_size
+    c, now, room = self.config, self.metrics, self.num_blocks * self.config.block_size
     pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
     steps, use = f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens", f"{now['slot_utilisation']:.0%}"
-    rows = {'model': f'{m.name}, {str(m.dtype)[6:]} on {m.device}', 'policy': self.scheduler.policy.name,
+    rows = {'model': self._way(), 'policy': self.scheduler.policy.name,
             'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens',
             'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
             'now': f"{now['num_running']} running, {now['num_waiting']} waiting",
@@ -255,6 +261,12 @@ def chat(self:LLM,
     self.ensure_open()
     chats, params = _chats(messages), wished(params, wishes)
     return self.generate([encode_chat(self.tokenizer, m, tools) for m in chats] if tools else chats, params, use_tqdm)
+
+@patch
+def __reduce_ex__(self:LLM, protocol:Any)->Any:
+    "Neither pickled nor copied"
+    raise TypeError("an LLM holds memory and answers under way, and can't be pickled or copied: make another, "
+                    "LLM(llm.model, ...), which shares its weights")
 
 @patch
 def __enter__(self:LLM)->LLM: return self

@@ -6,17 +6,20 @@
 __all__ = ['ModelNotFound', 'smollm2_gguf', 'cache_dir', 'load_model', 'overwrite']
 
 # %% ../nbs/03_loading.ipynb #b27082e9
-import hashlib, importlib.util, os, shutil, sys, tempfile, torch
+import hashlib, importlib.util, os, shutil, socket, sys, tempfile, torch
 from collections.abc import Mapping
 from dataclasses import replace
 from fastcore.basics import patch
+from huggingface_hub import constants
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
     PreTrainedTokenizerBase)
 from transformers.utils import cached_file
 from .model import CannotServe, CausalLM, making, neutral, quiet, refuse, rehearse, seeded
-from .params import ParamError, near
+from .params import ParamError, brief, near
 
 # %% ../nbs/03_loading.ipynb #d59f8480
 class ModelNotFound(ValueError):
@@ -164,6 +167,7 @@ def _place(
     try: device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as e:
         raise ParamError('device', f"device={device!r}: not available here ({e})") from e
+    if device.type == 'meta': raise ParamError('device', "device='meta': keeps no numbers; give cpu, cuda or mps")
     if dtype == 'auto':
         modern = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8  # these compute in bfloat16
         dtype = torch.bfloat16 if modern else torch.float16 if device.type == 'cuda' else torch.float32
@@ -176,10 +180,11 @@ def _place(
 def _tokenizer(
     source:str, # what transformers loads
     path:Path,  # folder where its files lie
+    **hub:bool, # what transformers is told about the hub
 )->PreTrainedTokenizerBase|None:
     "The tokenizer of a folder or hub id; None if it brings no file for one"
     failed:Exception|None = None
-    try: tok = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try: tok = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **hub)
     except (OSError, ValueError) as e: failed = e
     if not any(any(path.glob(p)) for p in ('tokenizer*', 'vocab*', '*.model', '*.tiktoken')):
         return None  # transformers makes up an empty one for some models
@@ -198,6 +203,7 @@ AutoModelForCausalLM.from_pretrained(name, use_safetensors=False).save_pretraine
 
 def _look(name:str, folder:Path):
     "Refuse what is no model, where that can be seen without asking the hub"
+    if not name.strip(): raise ModelNotFound(f"{name!r}: no name; give smollm2, a hub id, a folder or a .gguf file")
     if name.lower() == 'smollm2': raise ModelNotFound(f"{name}: did you mean smollm2?")
     if folder.is_file(): raise ModelNotFound(f"{name}: is a file; give a .gguf file, or the folder of a model")
     if not folder.is_dir():
@@ -228,6 +234,27 @@ def _source(
     if not gguf: _look(name, Path(name))
     return str(_convert(gguf) if gguf else name)
 
+def _hub(source:str)->dict[str, bool]:
+    "What to tell transformers about the hub: that it can't be reached, or nothing"
+    if Path(source).is_dir() or getproxies(): return {}
+    try: socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError: return dict(local_files_only=True)
+    return {}
+
+def _tokenizer_of(given:Any)->Any:
+    "A tokenizer that came by name, loaded; an object as it is"
+    if not isinstance(given, (str, os.PathLike)):
+        if given is None or hasattr(given, 'encode'): return given
+        raise ParamError('tokenizer', f"tokenizer={brief(given)}: must be a name, or a tokenizer of transformers")
+    name = os.fspath(given)
+    source = name if name and Path(name).is_dir() else _source(name)
+    try:
+        with quiet(): return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **_hub(source))
+    except (OSError, ValueError) as e:
+        what = "nothing that transformers takes for a tokenizer, neither here nor from the hub"
+        raise ModelNotFound(f"tokenizer={name!r}: {what}: {e}") from e
+
+# %% ../nbs/03_loading.ipynb #45365222
 def _from_pretrained(
     name:str,
     dtype:torch.dtype,
@@ -236,21 +263,24 @@ def _from_pretrained(
 )->CausalLM:
     "A model by name"
     source = _source(name)
-    try: config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    hub = _hub(source)
+    try: config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
     except OSError as e:
         what = f"{name!r}: not smollm2, not a folder or .gguf file here, not given by the hub{near(name, ['smollm2'])}"
         raise ModelNotFound(f"{what}: {e}") from e
     rehearse(config)
-    path = Path(cached_file(source, 'config.json')).parent  # type: ignore[arg-type]  # or it raises: `config` was there
+    there = cached_file(source, 'config.json', **hub)
+    path = Path(there).parent  # type: ignore[arg-type]  # or it raises: `config` was there
     if load_format == 'dummy':
-        return CausalLM(_dummy(config, dtype, device), _tokenizer(source, path), f'{name}, random weights')
+        return CausalLM(_dummy(config, dtype, device), _tokenizer(source, path, **hub), f'{name}, random weights')
     try: both:Any = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+        source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+        **hub)
     except Exception as e: raise _fault(name, path, e) from e
     model, info = both
     lacking = sorted(info['missing_keys'])
     if lacking: raise ValueError(f"{name}: its files lack the weights {', '.join(lacking)}")
-    return CausalLM(model.to(device).requires_grad_(False), _tokenizer(source, path), name, str(path))
+    return CausalLM(model.to(device).requires_grad_(False), _tokenizer(source, path, **hub), name, str(path))
 
 # %% ../nbs/03_loading.ipynb #69e4a1c1
 def _wrap(
@@ -283,9 +313,9 @@ def load_model(
     "Load a causal language model; `ModelNotFound` or another `ValueError` says what is wrong with it"
     if load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={load_format!r}: must be auto or dummy")
     dtype, device = _place(dtype, device)
+    tok = _tokenizer_of(tokenizer)
     lm = _wrap(model, load_format, dtype, device)
-    if isinstance(tokenizer, str): tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    if tokenizer is not None: lm = replace(lm, tokenizer=tokenizer)
+    if tok is not None: lm = replace(lm, tokenizer=tok)
     refuse(lm.hf_model.config, type(lm.hf_model))
     lm.layers  # asks it, and refuses what it can't have
     return lm.to(dtype, device)

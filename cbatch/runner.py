@@ -7,7 +7,7 @@ __all__ = ['device_bytes', 'check_room', 'step_bytes', 'pool_blocks', 'host_bloc
            'ModelRunner']
 
 # %% ../nbs/16_runner.ipynb #9eadd0b0
-import logging, math, os, torch
+import logging, math, os, torch, warnings
 import numpy as np
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
-from .backends import get_backend
+from .backends import best_backend, get_backend, given_up
 from .core import SCORED, Code, Padding, Plan, Request, StepOutput, failure_of, is_for_all
 from .drawing import Sampled, failed, score
 from .model import CausalLM, neutral, with_attention
@@ -121,7 +121,9 @@ class Executor:
         check_room('num_blocks' if config.num_blocks else 'kv_cache_mb', (num_blocks + 1) * block, m.device)
         check_room('swap_mb', num_host_blocks * block, torch.device('cpu'))
         shape = KVShape(num_blocks, config.block_size, m.num_layers, m.num_kv_heads, m.head_dim, m.dtype, m.device)
-        self.backend = get_backend(config.backend, shape)
+        self.backend_name = best_backend(shape) if config.backend == 'auto' else config.backend
+        self.backend = get_backend(self.backend_name, shape)
+        if config.backend == 'auto': self._tell(given_up(shape))
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
         self.max_blocks = max_blocks or num_blocks
         self.take_weights()
@@ -164,6 +166,20 @@ def _lean(model:CausalLM, backend:Any, config:EngineConfig)->Any:
     return lean(model, backend, config.products)
 
 # %% ../nbs/16_runner.ipynb #c6056efd
+@patch(as_prop=True)
+def path(self:Executor)->str:
+    "Which way the model is run"
+    more = dict(lean=self.lean, compiled=self.config.compile, graphs=self.graphs)
+    return ', '.join([f'backend {self.backend_name}', *(k for k, on in more.items() if on)])
+
+_TOY = 10**7       # parameters: smaller models run for their answers, not for their speed
+
+@patch
+def _tell(self:Executor, why:str|None):
+    "Warn of a faster backend that was given up for a setting"
+    if not why or self.model.hf_model.num_parameters() < _TOY: return
+    warnings.warn(f"{why}; going on with {self.backend_name}, which is slower: set block_size=16", stacklevel=2)
+
 @patch
 def submit(self:Executor, batch:Batch)->Pending:
     "Move blocks, then run the model; what goes wrong is told by `logits`"
@@ -292,6 +308,7 @@ class ModelRunner:
     "Joins executor and sampler: a Plan in, a StepOutput out"
     def __init__(self, executor:Executor, sampler:Sampler):
         self.executor, self.sampler, self.num_blocks = executor, sampler, executor.num_blocks
+        self.path = getattr(executor, 'path', '')                       # which way the model is run
         self.spent = dict.fromkeys(('pack', 'forward', 'sample'), 0.)   # s, over all steps
 
     @property

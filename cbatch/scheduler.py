@@ -131,6 +131,14 @@ def _again(self:Scheduler, r:Request, why:Reason)->Reason:
         raise self.wrong(f"asks for {r.request_id} and others again and again: `yield from` hands on the answers")
     return why
 
+@patch
+def _padding(self:Scheduler, rows:list[Padding], left:int)->list[Padding]:
+    "What the policy pads the step with, looked at"
+    if not isinstance(rows, list) or not all(isinstance(p, Padding) for p in rows):
+        raise self.wrong(f"padding gave {rows!r}: give a list of Padding")
+    if sum(p.num_tokens for p in rows) > left: raise self.wrong("padding over the budget")
+    return rows
+
 # %% ../nbs/18_scheduler.ipynb #b7286f53
 @patch
 def _begin(self:Scheduler, now:float)->Plan:
@@ -148,11 +156,12 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     "The plan, when everybody has had a turn"
     if self.num_refused and len(self.waiting) > self.num_refused:
         self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
-    plan.padding, plan.num_waiting = self.policy.padding(self, plan) or [], len(self.waiting)
-    wakeup = self.policy.wakeup(self, plan.now)
-    if plan.padding and sum(p.num_tokens for p in plan.padding) > plan.left: raise self.wrong("padding over the budget")
-    if wakeup is not None and (wakeup != wakeup or not plan and wakeup <= plan.now):
-        raise self.wrong(f"wakeup gave {wakeup!r}: give a time later than now, or None")
+    if rows := self.policy.padding(self, plan): plan.padding = self._padding(rows, plan.left)
+    plan.num_waiting, wakeup = len(self.waiting), self.policy.wakeup(self, plan.now)
+    if wakeup is not None:
+        ok = isinstance(wakeup, (int, float)) and wakeup == wakeup
+        if not ok or not plan and wakeup <= plan.now:
+            raise self.wrong(f"wakeup gave {wakeup!r}: give a time later than now, or None")
     self.next_wakeup = wakeup
     if self.deadlines: self.next_wakeup = min(self.deadlines[0][0], math.inf if wakeup is None else wakeup)
     return plan
@@ -261,8 +270,9 @@ def _why_not(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan)
 @patch
 def _reserve(self:Scheduler, r:Request)->int:
     "Tokens whose blocks `r` takes when it joins"
-    most = len(r.prompt_ids) + r.max_tokens if self.config.reserve_max else 0
-    return max(most, self.policy.reserve(self, r))
+    most, n = len(r.prompt_ids) + r.max_tokens if self.config.reserve_max else 0, self.policy.reserve(self, r)
+    if not isinstance(n, int): raise self.wrong(f"reserve gave {n!r} tokens for {r.request_id}: give a whole number")
+    return max(most, n)
 
 # %% ../nbs/18_scheduler.ipynb #b1b05740
 @patch

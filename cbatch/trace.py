@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from fastcore.basics import patch
 from .core import Decision, Kind, Plan, Request, StepOutput, StepRecord, Why
-from .params import cdiv, near, plain
+from .params import cdiv, check_path, near, plain
 from .state import State
 
 # %% ../nbs/26_trace.ipynb #5bafdb13
@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def records(self)->list[StepRecord]:
-        "The kept records, oldest first"
+        "The kept records, oldest first: the trace's own, as all that it hands out; to change one, `deepcopy` it"
         return [r for _,rs in self.segments for r in rs][-self.maxlen:]
 
     def last(self,
@@ -222,8 +222,11 @@ def why(self:Trace,
         if ended: alive = False
     waits = [f"arrived at {t:.3f} s, no step since" for r,_,t in self.came if r == request_id]
     if not runs and not waits:
-        ids = dict.fromkeys(str(x[0]) for rec in self.records for x in (*rec.arrived, *rec.scheduled))
-        raise ValueError(f"no request {request_id!r} in the kept steps{near(str(request_id), ids) or _some(ids)}")
+        seen = (x for rec in self.records for x in (*rec.arrived, *rec.scheduled))
+        ids = dict.fromkeys(str(x[0]) for x in (*seen, *self.came))
+        own = ', '.join(i for i in ids if i.startswith(f'{request_id}/'))       # of n > 1
+        hint = f": its answers are {own}" if own else near(str(request_id), ids) or _some(ids)
+        raise ValueError(f"no request {request_id!r} in the kept steps{hint}")
     return waits + [f"step{'s' * (a != b)} {a}{f'-{b}' * (a != b)}: {what}" for a,b,what in runs]
 
 # %% ../nbs/26_trace.ipynb #d43455ab
@@ -232,7 +235,7 @@ def written(
     path:str|Path,    # a pipe or a device is written as it is
 )->Iterator[TextIO]:  # where to write text
     "A file that is there when it is whole; on an error the old one stays, and an `OSError` names it"
-    home = Path(os.path.realpath(path))
+    home = Path(os.path.realpath(check_path('path', path)))
     half = home if home.exists() and not home.is_file() else home.with_name(f'.{home.name}.{os.getpid()}.half')
     try:
         with open(half, 'w', encoding='utf-8') as f:
@@ -337,7 +340,7 @@ def load(cls:Trace,
     path,    # of a file that `to_jsonl` wrote
 )->Trace:    # with `prompts` beside what it had
     "Read a trace; `ValueError` with the line's number where it is not one"
-    trace, n, version = None, 1, VERSION
+    trace, n, version, path = None, 1, VERSION, check_path('path', path)
     try:
         with open(path, encoding='utf-8') as f:
             for n, line in enumerate(f, 1):

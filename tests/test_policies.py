@@ -243,9 +243,22 @@ class Sometime(Policy):
 class Closed(Policy):
     def close(self, s, now): return 5
 
+class Soon(Policy):
+    def wakeup(self, s, now): return 'x'
+
+class Wide(Policy):
+    def padding(self, s, plan): return 5
+
+class Wider(Policy):
+    def padding(self, s, plan): return [5]
+
+class Greedy(Policy):
+    def reserve(self, s, r): return 'all'
+
 @pytest.mark.parametrize('make,words', [
     (Deaf, 'again and again'), (Nobody, 'not a request'), (Listed, 'not a generator'), (Halves, 'whole number'),
-    (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'wakeup gave nan'), (Closed, 'not a reason')])
+    (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'wakeup gave nan'), (Closed, 'not a reason'),
+    (Soon, "wakeup gave 'x'"), (Wide, 'padding gave 5'), (Wider, r'padding gave \[5\]'), (Greedy, "reserve gave 'all'")])
 def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
     "By its name, and nobody has lost anything: under a policy that is right all are served"
     llm = engine(num_blocks=14, max_num_seqs=2, policy=make())
@@ -257,6 +270,11 @@ def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
     outs = {o.request_id: o for o in drain(llm).values()}
     assert [outs[i].outputs[0].token_ids for i in rids] == [solo(tiny, p, sp()) for p in P[:4]]
     quiet(llm)
+
+def test_a_refusal_is_a_sentence(engine):
+    class Mute(Policy):
+        def refuses(self, s, r): return 5
+    with pytest.raises(ValueError, match='policy Mute: refuses gave 5, not a sentence'): engine(policy=Mute()).add(P[0], sp())
 
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
 @pytest.mark.parametrize('when', ['preempted', 'swap_in', 'copies', 'admitted', 'expired', 'scheduled'])
