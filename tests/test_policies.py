@@ -258,7 +258,8 @@ class Greedy(Policy):
 @pytest.mark.parametrize('make,words', [
     (Deaf, 'again and again'), (Nobody, 'not a request'), (Listed, 'not a generator'), (Halves, 'whole number'),
     (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'wakeup gave nan'), (Closed, 'not a reason'),
-    (Soon, "wakeup gave 'x'"), (Wide, 'padding gave 5'), (Wider, r'padding gave \[5\]'), (Greedy, "reserve gave 'all'")])
+    (Soon, "wakeup gave 'x'"), (Wide, 'padding gave 5'), (Wider, r'padding gave \[5\]'),
+    (Greedy, "reserve gave 'all'")])
 def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
     "By its name, and nobody has lost anything: under a policy that is right all are served"
     llm = engine(num_blocks=14, max_num_seqs=2, policy=make())
@@ -274,7 +275,8 @@ def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
 def test_a_refusal_is_a_sentence(engine):
     class Mute(Policy):
         def refuses(self, s, r): return 5
-    with pytest.raises(ValueError, match='policy Mute: refuses gave 5, not a sentence'): engine(policy=Mute()).add(P[0], sp())
+    llm = engine(policy=Mute())
+    with pytest.raises(ValueError, match='policy Mute: refuses gave 5, not a sentence'): llm.add(P[0], sp())
 
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
 @pytest.mark.parametrize('when', ['preempted', 'swap_in', 'copies', 'admitted', 'expired', 'scheduled'])
