@@ -2,11 +2,11 @@
 
 Writes bench/records/alone.json. Eight questions to SmolLM2, together and one by one, greedy and drawn, over each path
 in float32 and bfloat16. Counts equal answers; measures no time."""
-import argparse, json
+import argparse
 from pathlib import Path
 from cbatch import LLM, SamplingParams
 from cbatch.loading import load_model
-from cbatch.results import machine
+from cbatch.results import write_record
 
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False),
          'transformers modules, attention in C++': dict(lean=False), 'lean model': dict(products='panels')}
@@ -26,13 +26,12 @@ if __name__ == '__main__':
     p.add_argument('--seed', type=int, default=3)
     a = p.parse_args()
     ways = dict(greedy=dict(temperature=0), drawn=dict(temperature=1., seed=a.seed))
-    rec = dict(machine=machine(), command=f'python bench/alone.py --answer {a.answer} --seed {a.seed}',
-               answer=a.answer, seed=a.seed, of=len(ASKS), equal={})
+    equal = {}
     for dtype in ('float32', 'bfloat16'):
         lm = load_model('smollm2', dtype)
         for name, how in PATHS.items():
             got = {w: equal_answers(lm, how, SamplingParams(max_tokens=a.answer, **kw)) for w, kw in ways.items()}
-            rec['equal'][f'{name}, {dtype}'] = got
+            equal[f'{name}, {dtype}'] = got
             print(f'{name}, {dtype}: {got} of {len(ASKS)}', flush=True)
-    file = Path(__file__).parent/'records'/'alone.json'
-    file.write_text(json.dumps(rec, indent=1) + '\n')
+    out = Path(__file__).parent/'records'/'alone.json'
+    write_record(out, answer=a.answer, seed=a.seed, of=len(ASKS), equal=equal)

@@ -13,6 +13,7 @@ if DRY: os.environ['TRITON_INTERPRET'] = '1'
 import torch
 from cbatch import LLM, SamplingParams
 from cbatch.results import machine
+from cbatch.trace import written
 from cbatch.kernels.kv_write import kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
@@ -242,12 +243,14 @@ def main():
     if not DRY:
         rec.update(gpu=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(),
                    cuda=torch.version.cuda)
+    def keep():
+        with written(a.out) as f: f.write(json.dumps(rec, indent=1) + '\n')
     def part(name, f, *args):
         try: rec[name] = f(*args)
         except Exception as e: rec[name] = dict(failed=f'{type(e).__name__}: {e}'[:800])
         say(name, json.dumps(rec[name])[:600])
         # whatever happens next
-        if not DRY: torch.cuda.empty_cache(); Path(a.out).write_text(json.dumps(rec, indent=1) + '\n')
+        if not DRY: torch.cuda.empty_cache(); keep()
     part('kernels', check_kernels); part('turing', check_turing); part('graphs', check_graphs)
     part('memory', check_memory)
     part('copy_gb_per_s', copy_rate)
@@ -257,7 +260,7 @@ def main():
     say('attention', json.dumps(rec.get('decode', rec.get('attention')))[:600])
     for size in ('0.6B',) if DRY else ('0.6B', '8B'): part(f'engine_{size}', time_engine, size, not (a.no_peer or DRY))
     rec['seconds'] = time.monotonic() - START
-    if not DRY: Path(a.out).write_text(json.dumps(rec, indent=1) + '\n')
+    if not DRY: keep()
     wrong = [k for k, v in rec.items() if isinstance(v, dict) and ('failed' in v or v.get('failures'))]
     g = rec['graphs']
     if 'steps' in g and (g['off'] or not g['steps'] or not g['largest_relative_difference'] < 2e-2):

@@ -10,6 +10,7 @@ from pathlib import Path
 from traceback import extract_tb
 from unittest.mock import patch
 from cbatch.results import machine
+from cbatch.trace import written
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tests'))
@@ -64,7 +65,7 @@ def main(*args):
         n = [int(a) for a in args if a.isdigit()] if f is million else []
         res, command = f(*n), ' '.join(['python bench/invariants.py', f.__name__, *map(str, n)])
         old[f.__name__] = dict(command=command, machine=machine(), result=res)
-        OUT.write_text(json.dumps(old, indent=1) + '\n')
+        with written(OUT) as file: file.write(json.dumps(old, indent=1) + '\n')
     return int(any(r['seed'] is None for r in old.get('faults', {}).get('result', [])))
 
 if __name__ == '__main__': sys.exit(main(*sys.argv[1:]))

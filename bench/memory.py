@@ -13,6 +13,7 @@ from cbatch.driving import drive
 from cbatch.metrics import ttft_s
 from cbatch.results import machine
 from cbatch.token_loop import compare_tokens
+from cbatch.trace import written
 from cbatch.workloads import WorkItem, Workload
 
 OUT, SEED = Path(__file__).parent/'records'/'memory.json', 0
@@ -67,6 +68,6 @@ def main(*names:str):
         if names and f.__name__ not in names: continue
         old[f.__name__] = {**facts, **f(lm)}
         print(f.__name__, json.dumps(old[f.__name__], indent=1))
-        OUT.write_text(json.dumps(old, indent=1) + '\n')
+        with written(OUT) as file: file.write(json.dumps(old, indent=1) + '\n')
 
 if __name__ == '__main__': main(*sys.argv[1:])

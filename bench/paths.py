@@ -7,8 +7,9 @@ import argparse, json, random, time
 from pathlib import Path
 import torch
 from cbatch import LLM, SamplingParams
-from cbatch.bench import machine, model_facts, rates, step_work
+from cbatch.ceiling import model_facts, rates, step_work
 from cbatch.loading import load_model
+from cbatch.results import machine, write_record
 
 PATHS = {'transformers modules, attention in torch': dict(backend='torch', lean=False),
          'transformers modules, attention in C++': dict(lean=False),
@@ -76,7 +77,7 @@ def main():
     a = p.parse_args()
     torch.set_num_threads(a.threads)
     half, exact = load_model(a.model, 'bfloat16'), load_model(a.model, 'float32')
-    rec = dict(command='python bench/paths.py', **vars(a), machine=machine(), decode={}, roofline={})
+    rec = dict(vars(a), machine=machine(), decode={}, roofline={})
     for dtype, lm in (('bfloat16', half), ('float32', exact)):
         speed = rates(lm.dtype)
         rec['roofline'][dtype] = speed
@@ -88,7 +89,6 @@ def main():
             print(dtype, n, rec['decode'][f'{dtype}, {n} requests'], flush=True)
     rec['alone'] = {'bfloat16': alone(half, a), 'float32': alone(exact, a)}; print(rec['alone'], flush=True)
     rec['agreement'] = agreement(exact, half, a); print(json.dumps(rec['agreement'], indent=1))
-    out = Path(__file__).parent/'records'/'paths.json'
-    out.write_text(json.dumps(rec, indent=1) + '\n'); print('->', out)
+    write_record(Path(__file__).parent/'records'/'paths.json', **rec)
 
 if __name__ == '__main__': main()

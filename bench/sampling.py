@@ -10,6 +10,7 @@ from cbatch import SamplingParams
 from cbatch.drawing import sample_torch
 from cbatch.sampler import FAST, sample_native
 from cbatch.sampling import SamplerState
+from cbatch.trace import written
 
 KINDS = {'greedy': dict(temperature=0), 'temperature': dict(temperature=.8), 'top_k': dict(top_k=40),
          'top_p': dict(temperature=.7, top_p=.9), 'min_p': dict(min_p=.05),
@@ -69,7 +70,7 @@ def main():
                mixed_over_softmax={w: round(ms[f'mixed ({w})'] / ms['softmax (torch)'], 2) for w in ways})
     out = Path(__file__).parent/'records'/'sampling.json'
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(rec, indent=1) + '\n')
+    with written(out) as f: f.write(json.dumps(rec, indent=1) + '\n')
     for k, v in ms.items(): print(f'{k:44} {v:8.3f} ms a step')
     for w in ways:
         print(f"{w}: mixed costs {rec['mixed_over_greedy_ms'][w]} ms over greedy, "

@@ -16,7 +16,7 @@ async def ask(port, body):
     data, r = json.dumps(body).encode(), dict(text='', times=[], usage=None, error=None)
     reader, writer = await asyncio.open_connection('127.0.0.1', port)
     start = time.perf_counter()
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
                  b'Content-Length: %d\r\n\r\n' % len(data) + data)
     async for line in reader:
         if not line.startswith(b'data: '): continue
@@ -117,7 +117,8 @@ def w64(lm, quick=False, n=64):
 
 def main(*names):
     from cbatch import load_model
-    from cbatch.bench import machine
+    from cbatch.results import machine
+    from cbatch.trace import written
     quick, names = '--quick' in names, [n for n in names if n != '--quick']
     facts, old, lm = dict(command='python bench/serve.py', seed=SEED,
                           machine=machine()), json.loads(OUT.read_text()) if OUT.exists() else {}, load_model('smollm2')
@@ -126,6 +127,7 @@ def main(*names):
         r = json.loads(json.dumps(f(lm, quick)), parse_float=lambda x: round(float(x), 4))
         print(f.__name__, json.dumps(r, indent=1), flush=True)
         old[f.__name__] = {**facts, **r}
-        if not quick: OUT.write_text(json.dumps(old, indent=1) + '\n')
+        if not quick:
+            with written(OUT) as file: file.write(json.dumps(old, indent=1) + '\n')
 
 if __name__ == '__main__': client() if sys.argv[1:] == ['client'] else main(*sys.argv[1:])

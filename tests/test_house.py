@@ -1,5 +1,6 @@
 "The house: what the layout of the repository promises, in places that no single notebook can see."
 import ast, configparser, functools, json, re, subprocess, sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def imports(path):
         elif isinstance(o, ast.ImportFrom):
             above = pkg[:len(pkg) + 1 - o.level] if o.level else []
             yield '.'.join([*above, o.module or '']).strip('.'), [a.name for a in o.names]
+
+@each([p for p in SCRIPTS if p.parent.name in ('bench', 'tools', 'examples')])
+def test_scripts_import_what_there_is(path):
+    "A name that has moved to another module would be found by whoever runs the script next"
+    for module, names in imports(path):
+        if module.split('.')[0] != 'cbatch': continue
+        assert all(hasattr(import_module(module), n) for n in names), (module, names)
 
 def by_string(path):
     "Imports that `imports` can't see: calls that import by name, and strings that name a module of ours"
