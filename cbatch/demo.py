@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from .core import RequestOutput
-from .params import EngineConfig, SamplingParams
+from .params import EngineConfig, SamplingParams, cdiv
 from .metrics import Comparison, compare, e2e_s, summarize
 from .people import Person, crowd, let_in
 from .catalog import get_policy
@@ -129,6 +129,8 @@ def _conclude(model:Any, runs:list[CrowdRun], exact:bool, short:str='2+2')->tupl
     print(*said, sep='\n', end='\n\n')
     return good, said
 
+def _trace_path(trace:str, name:str)->Path: return Path(trace).with_stem(f'{Path(trace).stem}-{name}')
+
 def _save(runs:list[CrowdRun], people:list[Person], title:str, report:str, trace:str|None):
     "Write the report and the traces, and say where they are"
     from cbatch.player import report_html
@@ -138,7 +140,7 @@ def _save(runs:list[CrowdRun], people:list[Person], title:str, report:str, trace
         with written(report) as f: f.write(html)
         print(f'report, both timelines step by step: {Path(report).absolute()}')
     for r in runs if trace else ():
-        path = Path(trace or '').with_stem(f'{Path(trace or "").stem}-{r.name}')
+        path = _trace_path(trace or '', r.name)
         r.trace.to_jsonl(path, {p.name: p.question for p in people})
         print(f'trace: cbatch replay {shlex.quote(str(path))}')
 
@@ -157,6 +159,12 @@ def _ready(name:str, dtype:str)->Any:
     model, params = load_model(name, dtype, 'auto'), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(model, num_blocks=8) as llm: llm.generate([[1, 2, 3]], params, use_tqdm=False)
     return model
+
+def _refuse_small(config:EngineConfig, people:list[Person]):
+    "Refuse a pool that can't hold the longest answer; of its question at least the words are counted"
+    need = cdiv(max(p.max_tokens + len(p.question.split()) for p in people), config.block_size)
+    if (config.num_blocks or need) < need:
+        raise ValueError(f"--num-blocks {config.num_blocks}: the longest answer alone fills {need}")
 
 def _serve_each(lm:Any, rules:dict[str, str], people:list[Person], live:bool, **config:Any)->list[CrowdRun]:
     "The crowd, once under each policy, with its rule above"
@@ -185,10 +193,11 @@ def demo_command(
     "Serve a mixed crowd on a real model by static and by continuous batching, and compare"
     people, began = crowd(seed, rate), time.monotonic()
     rules = {p: get_policy(p).__doc__ or '' for p in policies.split(',')}
-    refuse_folders(report=report, trace=trace, record=record)
+    traces = {f'trace, {n}:': str(_trace_path(trace, n)) for n in map(batching_name, rules)} if trace else {}
+    refuse_folders(report=report, trace=trace, record=record, **traces)
     sizes:dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                 num_blocks=num_blocks)
-    EngineConfig(dtype=dtype, **sizes)       # refuses what can't be, before a model is loaded for it
+    _refuse_small(EngineConfig(dtype=dtype, **sizes), people)  # both refuse what can't be, before a model is loaded
     print(f'cbatch demo: {len(people)} people ask {model} ({dtype}), {max_num_seqs} at a time', flush=True)
     here, lm = machine(), _ready(model, dtype)
     loaded, at_door = time.monotonic() - began, sum(p.at == 0 for p in people)

@@ -11,6 +11,7 @@ import json, math, os, platform, shlex, sys, time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Callable
 from .core import RequestMetrics
 from .driving import Outcome
@@ -155,11 +156,18 @@ def per_step_ms(
 
 # %% ../nbs/52_results.ipynb #2ddf3f55
 def refuse_folders(**paths:str|None):
-    "Refuse a path that no file can have, named as the option that gave it, before the work and not after it"
+    "Refuse a path where no file can be written, or two go, named as the option that gave it, before the work"
+    known:dict[Path, str] = {}
     for name, p in paths.items():
-        if p and Path(p).is_dir(): raise ValueError(f"--{name} {p}: is a folder, give the name of a file")
-        if p and not (folder := Path(p).absolute().parent).is_dir():
-            raise ValueError(f"--{name} {p}: there is no folder {folder}")
+        if not p: continue
+        if Path(p).is_dir(): raise ValueError(f"--{name} {p}: is a folder, give the name of a file")
+        home = Path(os.path.realpath(p))
+        if not home.parent.is_dir(): raise ValueError(f"--{name} {p}: there is no folder {home.parent}")
+        if home.exists() and not home.is_file(): continue        # a pipe or a device is written as it is
+        if home in known: raise ValueError(f"--{name} {p}: --{known[home]} goes there already, name another file")
+        known[home] = name
+        try: TemporaryFile(dir=home.parent).close()
+        except OSError as e: raise ValueError(f"--{name} {p}: nothing can be written there ({e.strerror})") from None
 
 def command_line()->str:
     "The command that started this process, as one would type it"
