@@ -8,15 +8,17 @@ __all__ = ['COMMANDS', 'make_parser', 'serve_command', 'help_text', 'parse', 'le
 # %% ../nbs/63_cli.ipynb #c80fe5f2
 import argparse, gc, inspect, io, logging, os, shutil, signal, sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any, Callable, get_args
 from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
 from .demo import demo_command, replay_command
 from .catalog import get_policy
+from .params import EngineConfig
 
 # %% ../nbs/63_cli.ipynb #b8e2e209
 def _add(p:argparse.ArgumentParser, name:str, kind:Any, default:Any, text:str):
@@ -53,6 +55,20 @@ def make_parser(
     return p
 
 # %% ../nbs/63_cli.ipynb #1f1cc3bc
+def _checked(**config:Any)->dict[str, Any]:
+    "A configuration that can be, as far as one can tell without the model"
+    EngineConfig(**config | dict(policy=get_policy(config['policy'])))
+    return config
+
+@contextmanager
+def _told_once(failed:list[Exception])->Iterator[None]:
+    "What went wrong with the model is raised at the end, and not logged too"
+    log, hush = logging.getLogger('cbatch'), lambda record: not failed
+    log.addFilter(hush)
+    try: yield
+    finally: log.removeFilter(hush)
+    if failed: raise failed[0]
+
 def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
     "An engine for the server's thread; why there is none goes to `failed`"
     from cbatch.llm import LLM
@@ -82,6 +98,8 @@ def serve_command(
     max_waiting_tokens:int|None=None,# tokens of their prompts; by default any number
     stall_timeout:float=300.,        # s; a step that takes longer has stalled, and the server ends
     keep_alive:float=120.,           # s that a connection may rest between two requests
+    max_body_bytes:int|None=None,    # a request's body at most; by default what the context can use
+    allowed_hosts:str='',            # without a key: names, by commas, by which clients may come besides localhost
     clamp_max_tokens:bool=False,     # make a max_tokens smaller that the context has no room for, and don't refuse it
     drain_timeout:float=30.,        # s that requests have to finish after SIGTERM or Ctrl-C; a second one does not wait
     metrics_compat:str='cbatch',     # names at /metrics: cbatch or vllm
@@ -90,21 +108,17 @@ def serve_command(
     "Serve a model over HTTP, as OpenAI's API"
     try: from cbatch.server import serve
     except ModuleNotFoundError as e: raise ValueError(f"serve needs {e.name}: pip install 'cbatch[serve]'") from None
-    get_policy(policy)
     failed:list[Exception] = []
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
-    make = lambda: _make_llm(
-        model, failed, dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
+    config = _checked(
+        dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)
-    log, hush = logging.getLogger('cbatch'), lambda record: not failed
-    log.addFilter(hush)                        # what went wrong is said once, below
-    try: code = serve(make, name, host=host, port=port, api_key=api_key or os.environ.get('CBATCH_API_KEY'),
-                      drain_timeout_s=drain_timeout, keep_alive_s=keep_alive, clamp_max_tokens=clamp_max_tokens,
-                      limits=limits, metrics_compat=metrics_compat, trace=trace)
-    finally: log.removeFilter(hush)
-    if failed: raise failed[0]
-    return code
+    with _told_once(failed): return serve(
+        lambda: _make_llm(model, failed, **config), name, host=host, port=port, limits=limits, trace=trace,
+        api_key=api_key or os.environ.get('CBATCH_API_KEY'), drain_timeout_s=drain_timeout, keep_alive_s=keep_alive,
+        clamp_max_tokens=clamp_max_tokens, metrics_compat=metrics_compat, max_body_bytes=max_body_bytes,
+        allowed_hosts=allowed_hosts.replace(' ', '').split(','))
 
 # %% ../nbs/63_cli.ipynb #be6c22a1
 COMMANDS:dict[str, Callable[..., int]] = {
@@ -127,16 +141,32 @@ def parse(
     return vars(make_parser(COMMANDS[name], f'cbatch {name}').parse_args(args))
 
 # %% ../nbs/63_cli.ipynb #302b7e3a
+_ENDS = {s: code for k, code in dict(SIGTERM=0, SIGHUP=0, SIGINT=130).items() if (s := getattr(signal, k, None))}
+
+def _leave(sig:int, frame:FrameType|None):
+    if sig == signal.SIGINT: os.write(2, b'\ncbatch: interrupted\n')
+    os._exit(_ENDS[sig])
+
 @contextmanager
-def leaving()->Iterator[None]:
-    "SIGTERM, or a terminal that hangs up, ends this process with 0, until somebody takes these signals over"
+def leaving(
+    starts:bool, # a signal ends this process at once, until somebody takes signals over
+    last:bool,   # nothing comes after the block but the end of the process: then a signal changes nothing
+)->Iterator[None]:
+    "Signals at the beginning of a command, and at its end"
     if current_thread() is not main_thread(): return (yield)
-    known = [s for k in ('SIGTERM', 'SIGHUP') if (s := getattr(signal, k, None))]
-    ours = [s for s in known if signal.getsignal(s) is not signal.SIG_IGN]                # `nohup` ignores one
-    old = {s: signal.signal(s, lambda *_: os._exit(0)) for s in ours}
+    old = {s: f for s in _ENDS if (f := signal.getsignal(s)) not in (None, signal.SIG_IGN)}   # `nohup` ignores one
+    for s in old if starts else (): signal.signal(s, _leave)
     try: yield
     finally:
-        for s, f in old.items(): signal.signal(s, f)
+        for s, f in old.items(): signal.signal(s, signal.SIG_IGN if last else f)
+
+# %% ../nbs/63_cli.ipynb #57232f93
+_TYPED = dict(stall_s='--stall-timeout', drain_timeout_s='--drain-timeout', keep_alive_s='--keep-alive')
+
+def _as_typed(e:Exception)->str:
+    "A message, about an option as it is typed"
+    name, equals, rest = str(e).partition('=')
+    return _TYPED.get(name, name) + equals + rest
 
 def main(
     args:list[str]|None=None, # None: the process's own
@@ -151,7 +181,7 @@ def main(
     if name == '--version': print('cbatch', version('cbatch')); return 0
     if name not in COMMANDS: print(f'cbatch: no command {name!r}\n\n{help_text()}', file=sys.stderr); return 2
     try:
-        with leaving() if name == 'serve' else nullcontext(): return COMMANDS[name](**parse(name, rest))
+        with leaving(name == 'serve', args is None): return COMMANDS[name](**parse(name, rest))
     except KeyboardInterrupt: print('\ncbatch: interrupted', file=sys.stderr); return 130
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1); return 1  # as in `cbatch demo | head`
-    except (ValueError, OSError) as e: print(f'cbatch: {e}', file=sys.stderr); return 2
+    except (ValueError, OSError) as e: print(f'cbatch: {_as_typed(e)}', file=sys.stderr); return 2

@@ -70,7 +70,7 @@ class Limits:
                  for k in ('max_waiting', 'max_buffer_bytes')}
         if (n := self.max_waiting_tokens) is not None:
             whole['max_waiting_tokens'] = check_whole('max_waiting_tokens', n, 1, 'an integer from 1 up, or None')
-        times = {k: check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds')
+        times = {k: check_number(k, getattr(self, k), .001, 1e9, 'a number of seconds, from 0.001 up')
                  for k in ('send_timeout_s', 'stall_s', 'idle_s')}
         for k, v in (whole | times).items(): object.__setattr__(self, k, v)
 

@@ -89,9 +89,27 @@ def test_flags_that_are_on_say_what_they_do(capsys):
 
 def test_numbers_that_serve_refuses(capsys):
     for args, word in ((['--port', '99999'], 'port=99999'), (['--port', '-5'], 'port=-5'),
-                       (['--drain-timeout', '-5'], 'drain_timeout_s=-5'), (['--keep-alive', 'nan'], 'keep_alive_s')):
+                       (['--drain-timeout', '-5'], '--drain-timeout=-5'),
+                       (['--stall-timeout', '0'], '--stall-timeout=0'), (['--max-body-bytes', '0'], 'max_body_bytes=0'),
+                       (['--num-blocks', '0'], 'num_blocks=0'), (['--max-model-len', '-1'], 'max_model_len=-1'),
+                       (['--keep-alive', 'nan'], '--keep-alive=nan')):
         assert main(['serve', 'x', *args]) == 2
         assert word in capsys.readouterr().err
+
+def test_files_that_can_not_be_written_are_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('cbatch.demo._ready', lambda *a: 1 / 0)
+    monkeypatch.setattr('cbatch.bench.run_contest', lambda *a: 1 / 0)
+    (tmp_path / 'there').symlink_to('r.html')
+    for args in ('demo --report r.html --record ./r.html', 'demo --report r.html --trace r.html',
+                 'demo --report r.html --record there', 'demo --trace t.json --record t-static.json',
+                 'demo --record /proc/x.json', 'demo --trace /proc/t.jsonl', 'bench throughput --record /proc/x.json',
+                 'bench scheduler --record /proc/x.json', 'bench serve --record /proc/x.json',
+                 'demo --num-blocks 1', 'demo --num-blocks 18'):
+        assert main(args.split()) == 2, args
+    assert [*tmp_path.iterdir()] == [tmp_path / 'there']
+    for args in 'demo --record r.json', 'demo --report /dev/null --record /dev/null':
+        with pytest.raises(ZeroDivisionError): main(args.split())
 
 def test_whoever_asks_for_help_gets_it_whichever_way_round(capsys):
     def said(*args):
