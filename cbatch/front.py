@@ -7,7 +7,7 @@ __all__ = ['FAILING', 'Call', 'Handler', 'Front', 'merged', 'Outgoing', 'Events'
 
 # %% ../nbs/46_front.ipynb #67746967
 import asyncio, functools, hashlib, logging, re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from fastcore.basics import patch
@@ -22,9 +22,9 @@ from .answers import (DONE, PING, Chunks, Head, answer_bytes, check_answer, even
                             frame, grower, speller)
 from .async_engine import AsyncLLM, Overloaded, Stream, Unavailable
 from .core import RequestOutput
-from .params import CapacityError, check_number
+from .params import CapacityError, check_number, check_whole
 from .llm import LLM
-from .gate import Budget, Gate, client_host, read_body, told, unless_gone
+from .gate import Alarm, Budget, Gate, client_host, read_body, told, unless_gone
 from .openapi import PATHS, Path, document
 from .prometheus import Exporter
 from .protocol import Ask, fitted, read_fields, read_request, unknown
@@ -70,8 +70,8 @@ class Front:
             check_number(k, x, .001, 1e9, 'a number of seconds')
         self.send_timeout_s, self.ping_s, self.body_timeout_s = send_timeout_s, ping_s, body_timeout_s
         self.max_body_bytes, self.bodies, self.heavy = max_body_bytes, Budget(LIMITS['bodies_bytes']), asyncio.Lock()
-        self.clamps = clamp_max_tokens
-        self.version = version('cbatch')
+        if max_body_bytes is not None: check_whole('max_body_bytes', max_body_bytes, 1, 'from 1 to 2**26', 2**26)
+        self.clamps, self.version = clamp_max_tokens, version('cbatch')
         self.lost:asyncio.Future[None]|None = None     # fails when the engine is beyond hope
         if async_llm.llm: self.exporter                # it counts from now on
 
@@ -132,12 +132,11 @@ async def read(self:Front,
         body = await read_body(call.scope['headers'], call.receive, self.body_bytes, self.body_timeout_s, take)
         self.ready()                                 # it may have ended meanwhile
         got, name = work() if len(body) < 2**15 else await self.in_turn(work)
-    if name != self.name: _no_model(name, "/v1/models lists what is served")
+    if name != self.name: _no_model(name, self.name)
     return got
 
-def _no_model(name:str, hint:str=''):
-    "Raise `ProtocolError` 404"
-    said = f"no model {sanitise(repr(name), 80)}" + (f": {hint}" if hint else '')
+def _no_model(name:str, ours:str):
+    said = f"no model {sanitise(repr(name), 80)}: this server has {ours!r}, as /v1/models says"
     raise ProtocolError(404, said, 'model', 'model_not_found')
 
 # %% ../nbs/46_front.ipynb #f56962b2
@@ -241,7 +240,7 @@ class Outgoing:
         "Send a piece, the status line before the first; drop a client that does not take it"
         task, state = asyncio.current_task(), self.call.scope.get('state') or {}
         drop:Any = state.get('drop') or (task and task.cancel)
-        timer = asyncio.get_running_loop().call_later(self.front.send_timeout_s, drop)
+        timer = Alarm(self.front.send_timeout_s, drop)
         try:
             if not self.started: await self.begin()
             if data or not more: await self.call.send(dict(type='http.response.body', body=data, more_body=more))
@@ -343,7 +342,7 @@ def card(self:Front)->dict[str, Any]:
 async def models(self:Front, call:Call)->Response: return _json(dict(object='list', data=[self.card()]))
 @patch
 async def model(self:Front, call:Call)->Response:
-    if (name := call.path_params['model']) != self.name: _no_model(name)
+    if (name := call.path_params['model']) != self.name: _no_model(name, self.name)
     return _json(self.card())
 @patch
 async def openapi(self:Front, call:Call)->Response: return _json(document(self.version, [self.name]))
@@ -376,7 +375,7 @@ async def detokenize(self:Front, call:Call)->Response:
     ids, most = v['tokens'], self.llm.max_model_len
     if self.llm.tokenizer is None: bad_request("the model came without a tokenizer", 'tokens')
     if len(ids) > most: bad_request(f"{len(ids)} tokens: at most {most}, the context", 'tokens')
-    try: return _json(dict(prompt=await self.engine.decode(ids)), 200, **_warning(v['ignored']))
+    try: return _json(dict(prompt=await self.engine.decode(ids, False)), 200, **_warning(v['ignored']))
     except Unavailable as e: raise told(e) from None
 
 @patch
@@ -391,10 +390,11 @@ async def trace(self:Front, call:Call)->Response:
 def make_app(
     front:Front,
     api_key:str|None=None,   # None: everybody may come in
+    hosts:Collection[str]|None=None, # names by which clients may come; None: any
 )->Gate:                     # an ASGI application
     "The routes behind a gate"
     def route(p:Path)->Route:
         where = p.path.replace('{model}', '{model:path}')                     # a model's name may have slashes
         return Route(where, Handler(getattr(front, p.name)), methods=[p.method.upper()])
     routes = [route(p) for p in PATHS]
-    return Gate(Router(routes, redirect_slashes=False), api_key)
+    return Gate(Router(routes, redirect_slashes=False), api_key, hosts=hosts)

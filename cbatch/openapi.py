@@ -77,6 +77,7 @@ PATHS = [
     Path('/openapi.json', 'get', 'openapi', None, 'this document')]
 
 # %% ../nbs/43_openapi.ipynb #fc91d799
+_ABOUT = 'A field that is not in a schema is not read; the header Warning of the answer names those that came.'
 _NONE = dict(type=['string', 'null'])
 _WRONG = dict(type='object', required=['message', 'type', 'param', 'code'],
               properties=dict(message=_TEXT, type=_TEXT, param=_NONE, code=_NONE))
@@ -105,5 +106,6 @@ def document(
     "The OpenAPI 3.1 document of the server"
     paths = {p.path: {p.method: _operation(p, models)} for p in PATHS}
     schemes = dict(key=dict(type='http', scheme='bearer'))
-    return dict(openapi='3.1.0', info=dict(title='cbatch', version=version), security=[dict(key=[])], paths=paths,
+    info = dict(title='cbatch', version=version, description=_ABOUT)
+    return dict(openapi='3.1.0', info=info, security=[dict(key=[])], paths=paths,
                 components=dict(securitySchemes=schemes))

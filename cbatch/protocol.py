@@ -43,7 +43,7 @@ API_FIELDS = [
     Field('prompt', 'T', 'text', 0, LIMITS['body_bytes'], doc='text to tokenize'),
     Field('messages', 'H', 'messages', 1, LIMITS['messages'], need=True, doc='the conversation'),
     Field('messages', 'T', 'messages', 1, LIMITS['messages'], doc='a conversation to tokenize, instead of a prompt'),
-    Field('tokens', 'D', 'ids', 0, LIMITS['tokens'], need=True, doc='token ids to turn into text'),
+    Field('tokens', 'D', 'ids', 0, LIMITS['tokens'], need=True, doc='token ids to turn into text, special ones too'),
     *[_sampling(k, 'number') for k in NUMBERS],
     *[_sampling(k, 'integer') for k in ('n', 'top_k', 'min_tokens', 'seed')],
     Field('stop_token_ids', 'CH', 'ids', 0, MOST['stop_token_ids'], doc='end after any of these ids'),

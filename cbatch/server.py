@@ -9,7 +9,7 @@ __all__ = ['Connection', 'unclear', 'raise_descriptors', 'max_connections', 'Ser
 # %% ../nbs/47_server.ipynb #d2b37f4f
 import asyncio, h11, ipaddress, logging, os, re, signal, socket, sys
 import uvicorn
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from fastcore.basics import patch
 from threading import Event, Thread, current_thread, main_thread
@@ -19,8 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .async_engine import AsyncLLM
 from .llm import LLM
 from .front import Front, make_app
+from .gate import Alarm
 from .params import check_number, check_whole
-from .wire import LIMITS, ProtocolError, dumps
+from .wire import LIMITS, ProtocolError, dumps, sanitise
 try: import resource
 except ModuleNotFoundError: resource = None             # type: ignore[assignment]  # Windows
 
@@ -31,6 +32,7 @@ class Connection(H11Protocol):
     "uvicorn's connection, with a way to drop it, errors as JSON, and an end to waiting for a request or a reader"
     patience_s = 60.
     heard = 0.                              # s, of the loop: when its client sent something
+    ended = False                           # it has said that nothing more comes
     first:asyncio.TimerHandle               # when somebody looks next
     seen:tuple[object, int]|None            # what was there at the last look
     def __init__(self, *args, **kw):
@@ -41,8 +43,9 @@ class Connection(H11Protocol):
         if self.transport: self.transport.abort()
 
     def send_400_response(self, msg:str):
-        status = getattr(sys.exc_info()[1], 'error_status_hint', 400)
-        self.refuse(status, "the headers are too long" if status == 431 else "this is no HTTP request")
+        why = sys.exc_info()[1]
+        status, said = getattr(why, 'error_status_hint', 400), re.sub(r"bytearray\(b'|\bb'|'\)", "'", sanitise(why))
+        self.refuse(status, "the headers are too long" if status == 431 else f"this is no HTTP request: {said}")
 
     def refuse(self, status:int, said:str):
         "Answer what is no request, and close"
@@ -71,10 +74,13 @@ def unclear(
     if re.search(rb'(?<!\r)\n|\n[ \t]', head): return "a line of its head does not end by CR LF, or goes on in the next"
     return None
 
+_LATER = re.compile(rb'[^\r\n]* HTTP/(?!1)[0-9]\.[0-9]\r?\n')
+
 @patch
 def handle_events(self:Connection):
-    why = unclear(self.conn.trailing_data[0]) if self.conn.their_state is h11.IDLE else None
-    if why: self.refuse(400, f"this is no HTTP request: {why}")
+    data = self.conn.trailing_data[0] if self.conn.their_state is h11.IDLE else b''
+    if _LATER.match(data): self.refuse(505, "this server speaks HTTP/1.1")
+    elif why := unclear(data): self.refuse(400, f"this is no HTTP request: {why}")
     else: H11Protocol.handle_events(self)
 
 # %% ../nbs/47_server.ipynb #71c162d5
@@ -141,6 +147,32 @@ def data_received(self:Connection, data:bytes):
     if c is None or c.more_body or c.response_complete or not self.flow.read_paused: return
     if len(self.conn.trailing_data[0]) > LIMITS['header_bytes']: self.drop()
     else: self.flow.resume_reading()        # or nobody would see the client hang up
+
+# %% ../nbs/47_server.ipynb #a5bf963c
+@patch
+def eof_received(self:Connection)->bool: # type: ignore[override]  # True: go on with the connection
+    "The client has said all, and perhaps he listens"
+    c = self.cycle
+    if c is None or c.response_complete or c.more_body: return False
+    if not c.response_started and c.scope['http_version'] == '1.0': return False
+    if not self.ended: self.listens()
+    self.ended = True
+    return True
+
+@patch
+def listens(self:Connection, wait_s:float=.1):
+    "Drop a client who has left; to find out, send him what means nothing"
+    if self.transport.is_closing(): return
+    if self.transport.get_extra_info('socket').getsockopt(socket.SOL_SOCKET, socket.SO_ERROR): return self.drop()
+    if self.conn.our_state is h11.SEND_RESPONSE:
+        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+    self.loop.call_later(wait_s, self.listens, min(8., 2 * wait_s))
+
+@patch
+def on_response_complete(self:Connection):
+    H11Protocol.on_response_complete(self)
+    c = self.cycle                          # the next one, if it has been sent already
+    if self.ended and (c.response_complete or c.more_body): self.transport.close()
 
 # %% ../nbs/47_server.ipynb #9b237b5b
 class Server(uvicorn.Server):
@@ -217,7 +249,7 @@ def started_engine(self:Server, task:asyncio.Task[AsyncLLM]):
                      len(llm.tokenizer), llm.model.vocab_size)
     try:
         self.front.exporter                                     # it counts from now on
-        self.say(f'{self.front.name} is ready')
+        self.say(f'{self.front.name} is ready, up to {llm.max_model_len:,} tokens a request: {llm}')
     finally: self.up.set()
 
 # %% ../nbs/47_server.ipynb #0614bd4f
@@ -237,7 +269,7 @@ def stop(self:Server):
         self.force_exit = self.should_exit = True
         return
     self.turn_away()
-    self.draining = asyncio.get_running_loop().create_task(self.engine.drain(self.drain_timeout_s))
+    self.draining = asyncio.get_running_loop().create_task(self.drain())
     self.draining.add_done_callback(lambda t: setattr(self, 'should_exit', True))
 
 @patch
@@ -254,6 +286,15 @@ def capture_signals(self:Server)->Iterator[None]:
     try: yield
     finally:
         for s, f in old.items(): signal.signal(s, f)
+
+# %% ../nbs/47_server.ipynb #f9f60f66
+@patch
+async def drain(self:Server):
+    "Let those who are here finish, for as long as that may take; then end them"
+    ends:list[asyncio.Task[None]] = []
+    alarm = Alarm(self.drain_timeout_s, lambda: ends.append(asyncio.ensure_future(self.engine.close())))
+    try: await self.engine.drain(1e9)
+    finally: alarm.cancel()
 
 # %% ../nbs/47_server.ipynb #16ab4b92
 @patch
@@ -298,6 +339,7 @@ def make_server(
     drain_timeout_s:float=30.,# s that requests have to finish after a signal
     keep_alive_s:float=120.,  # s that a connection may rest between two requests; clients' pools keep many for 90
     limits:dict[str, Any]|None=None, # of `AsyncLLM`: max_waiting ...
+    allowed_hosts:Collection[str]=(), # names by which clients may come to a server without a key, localhost besides
     **options,                # of `Front`
 )->Server:                    # bound, not yet running
     "A server for one model"
@@ -309,8 +351,9 @@ def make_server(
         check_number(k, x, 0, 1e9, 'a number of seconds, from 0 up')
     sock, front = bind(host, port, api_key), Front(AsyncLLM(source, **limits or {}), model_name, **options)
     config = uvicorn.Config(
-        make_app(front, api_key), http=Connection, ws='none', lifespan='off', log_config=None, log_level='error',
-        access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=5, backlog=16,
+        make_app(front, api_key, None if api_key else [host, *allowed_hosts]), http=Connection, ws='none',
+        lifespan='off', log_config=None, log_level='error', access_log=False, server_header=False,
+        proxy_headers=False, timeout_graceful_shutdown=5, backlog=16,
         timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # to the loop any number is good
         h11_max_incomplete_event_size=LIMITS['header_bytes'])
     return Server(config, front, sock, drain_timeout_s)
@@ -329,10 +372,11 @@ def serve(
     server.say = _say
     raise_descriptors()
     _say(f'listening at {server.url}/v1 (Ctrl-C ends it)')
-    server.run(sockets=[server.sock])
-    worker = server.engine.worker
-    if worker.is_alive(): worker.join(1.)
-    if worker.is_alive(): logging.shutdown(); os._exit(server.code)
+    with server.capture_signals():          # what comes when all is over changes nothing
+        server.run(sockets=[server.sock])
+        worker = server.engine.worker
+        if worker.is_alive(): worker.join(1.)
+        if worker.is_alive(): logging.shutdown(); os._exit(server.code)
     return server.code
 
 @contextmanager

@@ -8,6 +8,7 @@ __all__ = ['LIMITS', 'ProtocolError', 'bad_request', 'error_headers', 'bare', 's
 
 # %% ../nbs/40_wire.ipynb #919ed9d0
 import json, math, re, reprlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -62,9 +63,14 @@ def sanitise(
     line = re.sub(r'(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}', '…', line)
     return line if len(line) <= most else line[:most - 1] + '…'
 
+class _Words(reprlib.Repr):
+    "Briefly, with JSON's words for what Python calls True and None"
+    def repr_bool(self, x:bool, level:int)->str: return json.dumps(x)
+    def repr_NoneType(self, x:None, level:int)->str: return 'null'
+
 def quote(x:object)->str:
     "What a client sent, briefly"
-    return sanitise(reprlib.repr(x), 80)
+    return sanitise(_Words().repr(x), 80)
 
 # %% ../nbs/40_wire.ipynb #4d917b98
 LIMITS:dict[str, int] = dict(
@@ -75,7 +81,9 @@ LIMITS:dict[str, int] = dict(
 
 def _pairs(pairs:list[tuple[str, Any]])->dict[str, Any]:
     d = dict(pairs)
-    if len(d) < len(pairs): bad_request("the body has a key twice: which of the two is meant?")
+    if len(d) < len(pairs):
+        twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+        bad_request(f"the body has the key {quote(twice)} twice: which of the two is meant?")
     return d
 
 def _int(s:str)->int:
@@ -98,6 +106,7 @@ def parse_json(
     body:bytes,
 )->dict[str, Any]:
     "The object that a body holds, read strictly; `ProtocolError` for anything else"
+    if not body.strip(): bad_request("the body is empty: send a JSON object")
     try: d = _loads(body.decode())
     except UnicodeDecodeError as e: bad_request(f"the body is not UTF-8: byte {e.start} is wrong")
     except RecursionError: _too_deep()

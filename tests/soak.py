@@ -72,7 +72,7 @@ class Company:
     def babbler(self):
         "Half a request, or none"
         s = socket.create_connection((self.w.host, self.w.port))
-        half = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+        half = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
         half += b'Content-Type: application/json\r\nContent-Length: 500\r\n\r\n{"mod'
         s.sendall(self.rng.choice([b'', b'GET', half, b'\x16\x03\x01\x00', b'GET / HTTP/9\r\n\r\n']))
         time.sleep(self.rng.random() * .01); s.close()

@@ -4,6 +4,7 @@ import asyncio, gc, json, random, re, socket, struct, sys, threading, time
 import openai, pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.async_engine import AsyncLLM, Overloaded, Unavailable
+from cbatch.gate import Alarm
 from cbatch.core import Code, Failure, Logprob
 from cbatch.model import tiny_lm
 from cbatch.server import background, make_server
@@ -69,7 +70,7 @@ def test_fault_03_huge_body(nothing_added):
     w = nothing_added
     refused(w.ask('POST', '/v1/completions', b'{"prompt": "' + b'x' * 10_000_000 + b'"}'), 413)
     s = socket.create_connection((w.host, w.port)); s.settimeout(20)
-    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
               b'Transfer-Encoding: chunked\r\n\r\n')
     sent, piece = 0, b'10000\r\n' + b'x' * 65536 + b'\r\n'
     with pytest.raises(OSError):            # for ever, if the server would read for ever
@@ -83,7 +84,7 @@ def test_fault_03_huge_body(nothing_added):
 def test_fault_04_huge_headers(w):
     for headers in (b'X-A: ' + b'a' * 1_000_000 + b'\r\n', b'X-A: b\r\n' * 10_000, b'X-A: b\r\n' * 120):
         s = socket.create_connection((w.host, w.port)); s.settimeout(20)
-        try: s.sendall(b'GET /health HTTP/1.1\r\nHost: x\r\n' + headers + b'\r\n')
+        try: s.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n' + headers + b'\r\n')
         except ConnectionError: pass
         try: said = s.recv(65536)
         except ConnectionResetError: said = b'HTTP/1.1 431'
@@ -317,19 +318,46 @@ def test_fault_20_gone_before_the_first_token(w, stream):
         w.wait(lambda: not w.llm.has_unfinished)
         assert w.llm.scheduler.num_steps - at < 150         # far from its end
 
-@pytest.mark.parametrize('how', ['close', 'rst', 'half', 'deaf'])
+@pytest.mark.parametrize('how', ['close', 'rst', 'deaf'])
 def test_fault_21_gone_in_the_middle(w, how):
     w.slow(.01)
     s = w.raw(stream=True, max_tokens=400)
     while b'data:' not in s.recv(65536): pass
     if how == 'rst': s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-    if how == 'half': s.shutdown(socket.SHUT_WR)
-    elif how == 'deaf': s.shutdown(socket.SHUT_RD); s.close()
+    if how == 'deaf': s.shutdown(socket.SHUT_RD); s.close()
     else: s.close()
     at = w.llm.scheduler.num_steps
     w.wait(lambda: not w.llm.has_unfinished)
     assert w.llm.scheduler.num_steps - at < 200
     s.close()
+
+def all_of(s): return b''.join(iter(lambda: s.recv(65536), b''))
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_fault_21_half_closed_and_listening(w, stream):
+    "He has said all, and gets all of his answer, also that to a request sent behind the first"
+    w.slow(.01)
+    for times in 1, 2:
+        s = w.raw(stream=stream, max_tokens=40)
+        if times == 2:
+            s.close(); s = socket.create_connection((w.host, w.port)); s.settimeout(20)
+            body = json.dumps(dict(model='tiny', prompt=NEXT, max_tokens=40, temperature=0, ignore_eos=True,
+                                   stream=stream)).encode()
+            s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                      b'Content-Length: %d\r\n\r\n%b' % (len(body), body) * 2)
+        s.shutdown(socket.SHUT_WR)
+        said = all_of(s); s.close()
+        assert said.count(b'200 OK') == said.count(b'"finish_reason":"length"') == times
+        assert said.count(b'[DONE]') == times * stream
+    w.rests()
+
+def test_fault_21_half_a_body_and_no_more(w):
+    s = socket.create_connection((w.host, w.port)); s.settimeout(20)
+    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+              b'Content-Length: 900\r\n\r\n{')
+    s.shutdown(socket.SHUT_WR)
+    assert all_of(s) == b''; s.close()
+    w.wait(lambda: not w.server.server_state.connections)
 
 def test_fault_22_aborts(tiny):
     "Of the engine behind the server: whenever, twice, of nobody; one last report each"
@@ -582,30 +610,30 @@ def knocked(w, data):
     finally: s.close()
     return said
 
-def second(path=b'/v1/models'): return b'GET ' + path + b' HTTP/1.1\r\nHost: smuggled\r\nConnection: close\r\n\r\n'
+def second(path=b'/v1/models'): return b'GET ' + path + b' HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n'
 
 @pytest.mark.parametrize('version', [b'1.1', b'1.0'])
 @pytest.mark.parametrize('framing', FRAMINGS, ids=repr)
 def test_nobody_can_tell_where_it_ends(shared, framing, version):
     "One answer, an error, and the connection ends: what follows is no request"
     for path, body in ((b'/v1/completions', b'{}'), (b'/health', b'{}'), (b'/nowhere', b'0\r\n\r\n')):
-        head = b'POST ' + path + b' HTTP/' + version + b'\r\nHost: x\r\nContent-Type: application/json\r\n'
+        head = b'POST ' + path + b' HTTP/' + version + b'\r\nHost: localhost\r\nContent-Type: application/json\r\n'
         said = knocked(shared, head + framing + b'\r\n\r\n' + body + second())
         assert said.count(b'HTTP/1.1 ') == 1 and said[9:10] in b'45' and b'"data":[' not in said, said
 
 def test_an_encoding_in_http_1_0(shared):
-    said = knocked(shared, b'POST /nowhere HTTP/1.0\r\nHost: x\r\n' + CHUNKS + b'\r\n\r\n0\r\n\r\n' + second())
+    said = knocked(shared, b'POST /nowhere HTTP/1.0\r\nHost: localhost\r\n' + CHUNKS + b'\r\n\r\n0\r\n\r\n' + second())
     assert said.startswith(b'HTTP/1.1 400') and said.count(b'HTTP/1.1 ') == 1
 
 def test_what_is_clear_may_follow_at_once(shared):
     "Pipelined requests are answered, also behind a body; but not behind one that nobody has read"
     body = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
-    head = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
     plain = head + b'Content-Length: %d\r\n\r\n' % len(body) + body
     chunked = head + CHUNKS + b'\r\n\r\n%x\r\n' % len(body) + body + b'\r\n0\r\n\r\n'
     for first in (plain, chunked, second().replace(b'close', b'keep-alive')):
         assert knocked(shared, first + second()).count(b'HTTP/1.1 200') == 2
-    unread = b'GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n'
+    unread = b'GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n'
     s = socket.create_connection((shared.host, shared.port), timeout=5); s.sendall(unread)
     said = s.recv(65536)
     assert b'connection: close' in said.lower()
@@ -620,7 +648,7 @@ def test_random_heads(shared):
         framing = b''.join(l + rng.choice(ends) for l in lines[:-1]) + lines[-1] + b'\r\n\r\n'
         said_by = [l for l in lines if l.lower().startswith((b'content-l', b'transfer'))]
         body = b'0\r\n\r\n' if said_by and said_by[0].lower().startswith(b'transfer') else b'{}' if said_by else b''
-        said = knocked(shared, b'POST /nowhere HTTP/1.1\r\nHost: x\r\n' + framing + body + second())
+        said = knocked(shared, b'POST /nowhere HTTP/1.1\r\nHost: localhost\r\n' + framing + body + second())
         if len(said_by) > 1 or b'\n' in framing.replace(b'\r\n', b'') or b'\r\n ' in framing:
             assert said.startswith(b'HTTP/1.1 400') and said.count(b'HTTP/1.1 ') == 1, (framing, said)
         assert said.count(b'HTTP/1.1 ') <= 2
@@ -644,7 +672,7 @@ def test_bodies_share_a_budget(w, monkeypatch):
     "Those that are large, and only while they are here"
     front, bodies = w.server.front, w.server.front.bodies
     monkeypatch.setattr(bodies, 'most', 300_000)
-    head = ('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    head = ('POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
             f'Content-Length: {front.body_bytes}\r\n\r\n').encode()
     slow = []
     for _ in range(3):
@@ -666,7 +694,7 @@ def test_refusals_are_forgotten(fresh):
     alive = lambda: [type(o).__name__ for o in gc.get_objects() if type(o) in kinds and not any(o is x for x in old)]
     def slow(head, body):
         s = socket.create_connection((w.host, w.port), timeout=10)
-        usual = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+        usual = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
         s.sendall(usual + head + b'\r\n\r\n' + body)
         s.recv(500); s.close()
     with fresh(body_timeout_s=.2, engine=dict(max_num_seqs=1), limits=dict(max_waiting=1)) as w:
@@ -787,3 +815,84 @@ def test_lost(shared, method, path, says):
     r = shared.ask(method, path)
     e = r.error
     assert r.status in (404, 405) and says in e['message'] and e['message'].isprintable() and len(e['message']) < 300
+
+def refused_as(said):
+    "Status and message of the one refusal in what came back"
+    head, _, body = said.partition(b'\r\n\r\n')
+    assert said.count(b'HTTP/1.1 ') == 1 and b'connection: close' in head.lower()
+    return int(head.split()[1]), json.loads(body)['error']['message']
+
+@pytest.mark.parametrize('head,status,says', [
+    (b'GET /health HTTP/1.1\r\n\r\n', 400, 'Host'),
+    (b'GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n', 400, 'Host'),
+    (b'GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header\r\n\r\n', 400, 'Bad Header'),
+    (b'GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n', 400, 'Content-Length'),
+    (b'GET  /health\r\n\r\n', 400, 'request line'), (b'\x16\x03\x01\x02\x00\r\n\r\n', 400, 'request line'),
+    (b'GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n', 505, 'HTTP/1.1'),
+    (b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n', 505, 'HTTP/1.1')])
+def test_what_is_no_request_is_told_why(shared, head, status, says):
+    got, said = refused_as(knocked(shared, head))
+    assert got == status and says in said and "b'" not in said and 'bytearray' not in said
+
+CLOSE = b'\r\nConnection: close\r\n\r\n'
+
+@pytest.mark.parametrize('host,status', [
+    (b'localhost', 200), (b'LocalHost:80', 200), (b'127.0.0.1:1', 200), (b'[::1]', 200),
+    (b'[::1]:80', 200), (b'10.0.0.7', 200), (b'a.localhost', 200), (b'mine.example:9', 200), (b'x', 403),
+    (b'evil.example', 403), (b'localhost.evil.example', 403), (b'127.0.0.1.evil.example', 403),
+    (b'localhost@evil.example', 403),
+    (b'evil.example#localhost', 403), (b'127.1.evil', 403)])
+def test_by_which_name_one_comes(tiny, host, status):
+    "On a loopback address without a key: or a page could speak to it by a name of its own (DNS rebinding)"
+    with web(tiny, allowed_hosts=['Mine.example']) as w:
+        for path in b'/v1/models', b'/health', b'/nowhere':
+            want = b'%d' % (404 if status == 200 and path == b'/nowhere' else status)
+            for line in b'GET ' + path + b' HTTP/1.1\r\nHost: ' + host, (
+                    b'GET http://' + host + path + b' HTTP/1.1\r\nHost: localhost'):
+                assert knocked(w, line + CLOSE).split()[1] == want
+        assert knocked(w, b'GET /health HTTP/1.0\r\n\r\n').split()[1] == b'200'
+
+def test_with_a_key_any_name_will_do(tiny):
+    with web(tiny, key='sesame') as w: assert w.ask('GET', '/v1/models', headers={'Host': 'evil.example'}).status == 200
+
+def test_a_whole_url_is_a_path_to_the_gate_too(tiny):
+    "The key is asked for by the path in the URL, not by what stands around it"
+    with web(tiny, key='sesame') as w:
+        for url, status in ((b'http://h/v1/models', b'401'), (b'http://h/health?x=/v1', b'200'),
+                            (b'HTTPS://h/health', b'200'), (b'http://h/health/../v1/models', b'401'),
+                            (b'http:///health@h/v1/models', b'401'),
+                            (b'http://health', b'401'), (b'http://h/v1%2fmodels', b'401'), (b'ftp://h/health', b'401')):
+            assert knocked(w, b'GET ' + url + b' HTTP/1.1\r\nHost: x' + CLOSE).split()[1] == status, url
+        key = b'\r\nAuthorization: Bearer sesame'
+        assert b'"tiny"' in knocked(w, b'GET http://h:8/v1/models HTTP/1.1\r\nHost: x' + key + CLOSE)
+
+def test_another_name_meets_the_right_one(w):
+    for r in (w.ask('GET', '/v1/models/tony'), w.complete(model='tony')):
+        assert r.status == 404 and "'tony'" in r.error['message'] and "'tiny'" in r.error['message']
+
+def test_special_tokens_come_back(w):
+    "As vLLM does it: what /tokenize gives, /detokenize takes, and nothing is left out"
+    ids = [*w.llm.tokenizer.all_special_ids, *w.llm.encode('so')]
+    assert ids[0] in w.llm.tokenizer.all_special_ids
+    said, tok = w.ask('POST', '/detokenize', dict(model='tiny', tokens=ids)).json['prompt'], w.llm.tokenizer
+    assert said == tok.decode(ids, skip_special_tokens=False) and tok.all_special_tokens[0] in said
+
+def test_a_slow_body_is_told_its_time(tiny):
+    with web(tiny, body_timeout_s=.2) as w:
+        said = knocked(w, b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                          b'Content-Length: 9\r\n\r\n{')
+        assert b' 408 ' in said and b'did not come in time: it may take 0.2 s' in said
+
+def test_a_pause_is_one_wait_of_an_alarm():
+    async def main():
+        rang, loop = [], asyncio.get_running_loop()
+        alarm = Alarm(.4, lambda: rang.append(loop.time()))
+        time.sleep(1)                         # as a process that is stopped
+        await asyncio.sleep(.1); assert not rang
+        end = loop.time() + 5
+        while not rang and loop.time() < end: await asyncio.sleep(.01)
+        assert len(rang) == 1
+        quiet = Alarm(.01, lambda: rang.append('no')); quiet.cancel()
+        await asyncio.sleep(.1); assert len(rang) == 1
+        alarm.cancel()
+    asyncio.run(main())

@@ -1,6 +1,6 @@
 """The protocol without a server.
 Nothing but a refusal or a checked ask comes out, and what goes back is what openai's own types say."""
-import json, math
+import json, math, re
 import pytest
 from hypothesis import example, given, settings, strategies as st
 from openai.types import Completion
@@ -40,7 +40,8 @@ def test_any_bytes(body):
         return
     assert isinstance(d, dict) and parse_json(dumps(d)) == d
 
-@pytest.mark.parametrize('body,says', [(b'{"a": 1, "a": 1}', 'twice'), (b'{"a": {"b": 1, "b": 2}}', 'twice'),
+@pytest.mark.parametrize('body,says', [(b'{"a": 1, "a": 1}', "'a' twice"), (b'{"a": {"b": 1, "b": 2}}', "'b' twice"),
+                                       (b'', 'is empty'), (b' \n', 'is empty'),
                                        (b'{"a": NaN}', 'NaN'),
                                        (b'{"a": 1e400}', 'too large'),
     (b'{"a": ' + b'9' * 21 + b'}', '21 digits'), (rb'{"a": "\ud800"}', 'surrogate'), (rb'{"\udc00": 1}',
@@ -322,3 +323,20 @@ def test_places_are_those_of_the_text(ids, text, places):
     c = h.whole([out], [text])['choices'][0]
     n = len(text)
     assert c['logprobs']['text_offset'] == [*places, n, n, n + 1] and c['text'][n + 1] == 'x'
+
+ODD = [True, None, [None], [True], {'a': None}, {'5': None}, [{'role': None}], [{'role': 'user', 'content': None}],
+       [{'role': 'user', 'content': [None, True]}], [{'role': 'user', 'content': 'x', 'name': False}],
+       [{'role': 'user', 'content': 'x', 'odd': True}], {'include_usage': [None]}, [[None]], [1, None], 1e300, 'x', -5]
+
+@pytest.mark.parametrize('api', APIS)
+def test_refusals_speak_json(api):
+    "Whatever stands in whichever field: what a client is told has no word of Python's"
+    told, must = 0, MUST.get(api) or dict(model='m', **({'prompt': 'x'} if api == 'T' else {'tokens': [1]}))
+    read = (lambda d: read_request(api, d, VOCAB)) if api in 'CH' else lambda d: read_fields(api, d, VOCAB)
+    for name in fields_of(api):
+        for x in ODD:
+            try: read(must | {name: x})
+            except ProtocolError as e:
+                told += 1
+                assert not re.search(r'\b(True|False|None|inf|nan|tuple|dict|bool)\b', e.message), e.message
+    assert told > 20

@@ -146,8 +146,8 @@ def test_only_loopback_without_a_key(monkeypatch):
 
 def test_garbage_on_the_wire(w):
     for said, answer in ((b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03', b'400'),
-                         (b'GET /health HTTP/1.1\r\nHost: x\r\nBad Header\r\n\r\n', b'400'),
-                         (b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n', b'400')):
+                         (b'GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header\r\n\r\n', b'400'),
+                         (b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n', b'400')):
         s = socket.create_connection((w.host, w.port)); s.settimeout(10); s.sendall(said + b'\r\n\r\n')
         got = b''
         while piece := s.recv(4096): got += piece
@@ -158,7 +158,7 @@ def test_garbage_on_the_wire(w):
 def test_a_body_that_never_comes(tiny):
     with web(tiny, body_timeout_s=.2) as w:
         s = socket.create_connection((w.host, w.port)); s.settimeout(10)
-        s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+        s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
                   b'Content-Length: 100\r\n\r\n{')
         assert s.recv(4096).split()[1] == b'408'; s.close()
 
@@ -301,7 +301,7 @@ def connect(w, rcvbuf=None):
     s.settimeout(5); s.connect((w.host, w.port))
     return s
 
-GET = 'GET {} HTTP/1.1\r\nHost: x\r\n\r\n'
+GET = 'GET {} HTTP/1.1\r\nHost: localhost\r\n\r\n'
 
 def test_connections_without_a_request(w, monkeypatch):
     monkeypatch.setattr(Connection, 'patience_s', .1)
@@ -341,8 +341,9 @@ def test_who_goes_when_there_are_too_many(w, monkeypatch):
     fifth = connect(w); assert asked(fifth); w.wait(lambda: num() == 5)
     newer = [connect(w)]; assert asked(newer[0]) and ends(silent)
     newer.append(connect(w)); assert asked(newer[1]) and ends(rests)
-    for s in (fifth, *newer): s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
-                                        b'Content-Length: 9\r\n\r\n{')
+    for s in (fifth, *newer):
+        s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                  b'Content-Length: 9\r\n\r\n{')
     w.wait(lambda: all(c.cycle and not c.cycle.response_complete for c in list(w.server.server_state.connections)))
     assert well(w) and ends(half)
     assert served.recv(4096)
@@ -369,7 +370,7 @@ def test_bytes_behind_a_body(w, more):
     "They hide neither that the client hangs up, nor are they kept without end"
     w.slow(.02); s = connect(w)
     body = json.dumps(dict(model='tiny', prompt=NEXT, temperature=0, max_tokens=400, ignore_eos=True))
-    s.sendall('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    s.sendall('POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
               f'Content-Length: {len(body)}\r\n\r\n{body}'.encode())
     w.wait(lambda: w.llm.has_unfinished)
     s.sendall(b'x' * more)
@@ -392,7 +393,7 @@ def test_a_body_that_outlives_the_engine(tiny):
         w = type('W', (Web,), dict(__init__=lambda self: None))()
         w.server, (w.host, w.port) = server, server.sock.getsockname()[:2]
         s, body = connect(w), json.dumps(dict(model='tiny', prompt=NEXT)).encode()
-        s.sendall('POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+        s.sendall('POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
                   f'Content-Length: {len(body)}\r\n\r\n'.encode())
         w.wait(lambda: any(c.cycle for c in list(server.server_state.connections)))
         w.on_loop(asyncio.sleep(.05)); w.on_loop(server.engine.close())
@@ -411,7 +412,7 @@ def test_limits_on_the_command_line(monkeypatch):
 def half_a_body(w):
     "A request of whose body a byte has come"
     s = connect(w)
-    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    s.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
               b'Content-Length: 900\r\n\r\n{')
     return s
 
@@ -502,6 +503,52 @@ def test_a_signal_before_it_is_ready(tmp_path, code, sig):
         if code == LOADS: w.wait(lambda: w.ask('GET', '/health').status == 503)
         p.send_signal(getattr(signal, sig))
         assert p.wait(30) == 0 and said() == ''
+
+SLOW_END = """
+import atexit, sys, time
+from cbatch.cli import main
+atexit.register(lambda: (print('torn down', flush=True), time.sleep(2)))
+sys.argv = ['cbatch', {args}]
+sys.exit(main())
+"""
+
+@needs_posix
+@pytest.mark.parametrize('command', ['serve', 'bench'])
+def test_a_signal_after_the_end_changes_nothing(tmp_path, tiny, command):
+    "The end is decided, torch is torn down, which takes a while: the exit code stays what it was"
+    args = ("'bench', 'scheduler', '--quick'" if command == 'bench' else
+            f"'serve', {str(tiny.save(tmp_path / 'm'))!r}, '--port', '0', '--served-model-name', 'tiny'")
+    with served(SLOW_END.format(args=args), tmp_path) as (p, w, said):
+        if command == 'serve':
+            w.wait(lambda: well(w), 'the model', 120)
+            p.send_signal(signal.SIGTERM)
+        while p.stdout.readline() != 'torn down\n': pass
+        for sig in signal.SIGTERM, signal.SIGINT, signal.SIGHUP: p.send_signal(sig); time.sleep(.05)
+        assert p.wait(30) == 0 and said() == ''
+
+@needs_posix
+def test_ctrl_c_while_it_imports(tmp_path):
+    with served(IMPORTS, tmp_path) as (p, w, said):
+        p.send_signal(signal.SIGINT)
+        assert p.wait(30) == 130 and said() == '\ncbatch: interrupted\n'
+
+@needs_posix
+def test_a_pause_is_no_part_of_a_drain(tmp_path):
+    code = TINY.replace("'tiny', port=0)", "'tiny', port=0, drain_timeout_s=4., body_timeout_s=4., send_timeout_s=4.)")
+    with served(code, tmp_path) as (p, w, said):
+        w.wait(lambda: well(w), 'the model', 120)
+        s = w.raw(stream=True, max_tokens=60)
+        while b'data:' not in s.recv(65536): pass
+        p.send_signal(signal.SIGTERM); w.wait(lambda: w.ask('GET', '/health').status == 503)
+        p.send_signal(signal.SIGSTOP); time.sleep(5); p.send_signal(signal.SIGCONT)
+        assert b'"finish_reason":"length"' in until_end(s)
+        assert p.wait(30) == 0 and said() == ''
+
+def test_what_the_command_line_hands_on(monkeypatch):
+    from cbatch.cli import main
+    seen = []; monkeypatch.setattr('cbatch.server.serve', lambda *a, **kw: seen.append(kw) or 0)
+    assert main(['serve', 'x', '--max-body-bytes', '5000', '--allowed-hosts', 'a.b, c']) == main(['serve', 'x']) == 0
+    assert [(d['max_body_bytes'], d['allowed_hosts']) for d in seen] == [(5000, ['a.b', 'c']), (None, [''])]
 
 @needs_posix
 def test_descriptors_are_raised_as_far_as_allowed():

@@ -72,7 +72,7 @@ class Web:
         if rcvbuf: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
         s.settimeout(20); s.connect((self.host, self.port))
         body = json.dumps(dict(model='tiny', prompt=NEXT, temperature=0, max_tokens=400, ignore_eos=True) | kw).encode()
-        head = (f'POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n'
+        head = (f'POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n'
                 f'Content-Length: {len(body)}\r\n\r\n')
         s.sendall(head.encode() + body)
         return s
