@@ -257,7 +257,7 @@ async def read_body(
     if kind != b'application/json': bad_request("Content-Type must be application/json")
     if any(k == b'content-length' and int(v) > most for k, v in headers): _too_large(most)
     late = asyncio.get_running_loop().create_future()
-    alarm = Alarm(timeout_s, lambda: late.done() or late.set_result(None))
+    alarm = Alarm(timeout_s, late.cancel)
     slow = ProtocolError(408, f"the body did not come in time: it may take {timeout_s:g} s", code='slow_body')
     try: return await unless(late, _pieces(receive, most, take), slow)
     finally: alarm.cancel()

@@ -150,7 +150,7 @@ def data_received(self:Connection, data:bytes):
 
 # %% ../nbs/47_server.ipynb #a5bf963c
 @patch
-def eof_received(self:Connection)->bool: # True: go on with the connection
+def eof_received(self:Connection)->bool: # type: ignore[override]  # True: go on with the connection
     "The client has said all, and perhaps he listens"
     c = self.cycle
     if c is None or c.response_complete or c.more_body: return False
