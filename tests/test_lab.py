@@ -1,8 +1,7 @@
-"The lab: one pass that must agree with slow ways to count, pages that need nobody, commands that refuse before they serve"
-import json, random, re
+"The lab: one pass that agrees with slow ways to count, pages that need nobody, commands that refuse before they serve"
+import json, random
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from cbatch import lab as lab_module
@@ -70,7 +69,8 @@ def gap(user_of, *steps):
     "Steps as (who arrives with a prompt of 4, (id, tokens, before, sampled) that run, who waits, who ends)"
     s = Shares(user_of)
     for i, (came, ran, line, done) in enumerate(steps):
-        rec = StepRecord(i, i, i + 1, arrived=[(r, 4, float(i)) for r in came], scheduled=ran, finished=[(r, 'stop') for r in done])
+        arrived, ended = [(r, 4, float(i)) for r in came], [(r, 'stop') for r in done]
+        rec = StepRecord(i, i, i + 1, arrived=arrived, scheduled=ran, finished=ended)
         s.step(rec, dict.fromkeys(line, 0.))
     return s.gap
 
@@ -105,8 +105,10 @@ def test_users_are_those_of_the_workload_in_its_order():
     r = simulate(work, num_blocks=20, **SMALL)
     users = users_of(r, work)
     assert [users[i] for rec in r.records for i, _, _ in rec.arrived] == [x.user for x in work if x.user != 'big']
-    assert judge(r, work)['num_failed'] == 1 and users_of(r, replace(work, items=[replace(x, user='u') for x in work])) == {}
-    with pytest.raises(ValueError, match='another workload'): users_of(r, replace(work, items=work.items[:9] + [big] * 3))
+    one = replace(work, items=[replace(x, user='u') for x in work])
+    assert judge(r, work)['num_failed'] == 1 and users_of(r, one) == {}
+    few = replace(work, items=work.items[:9] + [big] * 3)
+    with pytest.raises(ValueError, match='another workload'): users_of(r, few)
 
 def test_a_trace_that_lost_steps_is_refused():
     r = simulate(crowd(0), trace=20, **SMALL)
@@ -125,8 +127,10 @@ def test_the_judge_adds_up():
 def test_kv_waste_by_hand():
     "One request of 5 tokens in blocks of 4 that samples 2 more: 8 places, 5, 6 tokens in them; then reserved: 12"
     one = Workload('one', [WorkItem(2, [('x', 5)])])
-    waste = lambda **k: judge(simulate(one, cost=Cost.stated(1., 0.), max_num_seqs=1, block_size=4, **dict(num_blocks=9) | k), one)['kv_waste']
-    assert waste() == pytest.approx(5 / 16) and waste(num_blocks=9, reserve_max=True) == pytest.approx(5 / 16)
+    serve = lambda **k: simulate(one, cost=Cost.stated(1., 0.), max_num_seqs=1, block_size=4, num_blocks=9, **k)
+    waste = lambda **k: judge(serve(**k), one)['kv_waste']
+    assert waste() == pytest.approx(5 / 16)
+    assert waste(policy='orca') == waste(policy='static') == waste(reserve_max=True) >= waste()
 
 def test_unbeaten_against_all_pairs():
     rng = random.Random(0)
@@ -139,21 +143,24 @@ def test_unbeaten_against_all_pairs():
 # --- what it looks like
 
 def fake(n=3, **more):
-    rows = {f'a-policy-with-a-name-{i}': {k: 1234567.891 if m.form[-1] != 'd' else 123456 for k, m in MEASURES.items()}
-            for i in range(n)}
+    row = {k: 1234567.891 if m.form[-1] != 'd' else 123456 for k, m in MEASURES.items()}
+    rows = {f'a-policy-with-a-name-{i}': dict(row) for i in range(n)}
     for r in rows.values(): r.update(more)
     return Lab('w <b>', 'how & where', rows, dict(ttft=1.))
 
 def test_the_table_fits_a_terminal():
     rows = {'trtllm-max-utilization': dict.fromkeys(MEASURES, 0), 'x': dict.fromkeys(MEASURES, None)}
-    rows['x'] |= dict(tokens_per_s=12345.6, hol_s=99999.9, wait_mean_s=9999.99, ttft_p95_s=9999.999, itl_p99_s=99.9999, e2e_p95_s=99999.99,
-                      slo_attainment=1., num_preemptions=99999, num_recomputed=999999, fairness_gap=99999., kv_waste=1.)
+    rows['x'] |= dict(tokens_per_s=12345.6, hol_s=99999.9, wait_mean_s=9999.99, ttft_p95_s=9999.999, itl_p99_s=99.9999,
+                      e2e_p95_s=99999.99, slo_attainment=1., num_preemptions=99999, num_recomputed=999999,
+                      fairness_gap=99999., kv_waste=1.)
     lines = repr(Lab('w', 'h', rows, {})).splitlines()[3:]
-    assert len(lines) == 3 and len({*map(len, lines)}) == 1 and len(lines[0]) <= 110 and 'trtllm-max-utilization' in lines[1]
-    assert len(text_table(rows, ['hol_s', 'kv_waste'], 5).splitlines()[0]) < len(text_table(rows, ['hol_s', 'kv_waste']).splitlines()[0])
+    assert len(lines) == 3 and len({*map(len, lines)}) == 1 and len(lines[0]) <= 110
+    first = lambda width: text_table(rows, ['hol_s', 'kv_waste'], width).splitlines()[0]
+    assert 'trtllm-max-utilization' in lines[1] and len(first(5)) < len(first(110))
 
 def test_the_best_of_a_column_is_somebody():
-    rows = dict(a=dict(hol_s=1., tokens_per_s=1., num_steps=1), b=dict(hol_s=2., tokens_per_s=2., num_steps=2), c=dict(hol_s=None, tokens_per_s=1.))
+    rows = dict(a=dict(hol_s=1., tokens_per_s=1., num_steps=1), b=dict(hol_s=2., tokens_per_s=2., num_steps=2),
+                c=dict(hol_s=None, tokens_per_s=1.))
     assert [best(rows, k) for k in ('hol_s', 'tokens_per_s', 'num_steps')] == [{'a'}, {'b'}, set()]
     assert best(dict(a=dict(hol_s=1.), b=dict(hol_s=1.)), 'hol_s') == set()
 
@@ -164,7 +171,8 @@ class Tags(HTMLParser):
         self.feed(page)
     def handle_starttag(self, tag, attrs):
         self.seen.append(tag)
-        self.links += [v for k, v in attrs if k in ('src', 'href', 'srcset', 'data') and v and not v.startswith(('#', 'data:'))]
+        mine = '#', 'data:'
+        self.links += [v for k, v in attrs if k in ('src', 'href', 'srcset', 'data') and v and not v.startswith(mine)]
 
 def test_the_page_needs_nobody_and_believes_nobody():
     work = replace(rush(9), name='<script>alert(1)</script>')
@@ -173,7 +181,7 @@ def test_the_page_needs_nobody_and_believes_nobody():
     t = Tags(page)
     assert not [x for x in t.links if 'w3.org' not in x] and '@import' not in page and 'url(http' not in page
     assert '<script>alert' not in page and t.seen.count('script') == 2 and t.seen.count('svg') >= 4
-    for m in MEASURES.values(): assert page.count(f'<th title') == len(lab.columns(MEASURES))
+    assert page.count('<th title') == len(lab.columns(MEASURES)) > 25
     ids = {r for rec in lab.traces['vllm'] for r, _, _ in rec.arrived}
     assert all(page.count(f'<summary>{r}: ') == 2 for r in ids)               # a story under both
 
@@ -201,17 +209,21 @@ def test_lab_by_name_and_from_a_file(tmp_path, capsys):
     f = tmp_path/'t.csv'
     f.write_text('arrival,prompt_len,output_len,user\n0,30,5,a\n0.1,9,3,b\n0.1,40,7,a\n')
     html, rec = tmp_path/'l.html', tmp_path/'l.json'
-    assert main(['lab', str(f), '--policies', 'vllm,static,continuous', '--html', str(html), '--record', str(rec), '--max-num-seqs', '1']) == 0
+    files = ['--html', str(html), '--record', str(rec)]
+    assert main(['lab', str(f), '--policies', 'vllm,static,continuous', '--max-num-seqs', '1', *files]) == 0
     out, d = capsys.readouterr().out, json.loads(rec.read_text())
     assert list(d['lab']['rows']) == ['vllm', 'static'] and set(d['lab']['rows']['vllm']) == set(MEASURES)
-    assert 'simulated' in out and 'max_num_seqs=1' in out and 't: 3 requests' in out and html.read_text().startswith('<!doctype')
+    assert 'simulated' in out and 'max_num_seqs=1' in out and 't: 3 requests' in out
+    assert html.read_text().startswith('<!doctype')
     assert main(['lab', 'rush', '--num-prompts', '5', '--policies', 'static', '--rate', '2', '--cost', 'stated']) == 0
     assert 'stated and not measured' in capsys.readouterr().out
 
 @pytest.mark.parametrize('args,said', [
-    (['nothing.csv'], "workload 'nothing.csv'"), (['rush', '--policies', 'vllm,statc'], "policy='statc'"), (['rush', '--slo', 'ttft:x'], 'ttft:x'),
-    (['rush', '--num-prompts', '0'], '--num-prompts 0'), (['rush', '--rate', '-1'], 'rate=-1'), (['rush', '--look', 'nobody'], "policy='nobody'"),
-    (['rush', '--html', '/no/such/place/x.html'], 'no folder'), (['rush', '--cost', 'no.json'], 'no.json'), (['rush', '--max-num-seqs', '0'], 'max_num_seqs=0')])
+    (['nothing.csv'], "workload 'nothing.csv'"), (['rush', '--policies', 'vllm,statc'], "policy='statc'"),
+    (['rush', '--slo', 'ttft:x'], 'ttft:x'), (['rush', '--num-prompts', '0'], '--num-prompts 0'),
+    (['rush', '--rate', '-1'], 'rate=-1'), (['rush', '--look', 'nobody'], "policy='nobody'"),
+    (['rush', '--html', '/no/such/place/x.html'], 'no folder'), (['rush', '--cost', 'no.json'], 'no.json'),
+    (['rush', '--max-num-seqs', '0'], 'max_num_seqs=0')])
 def test_lab_refuses_before_it_serves(args, said, capsys, monkeypatch):
     monkeypatch.setattr(lab_module, 'judge', lambda *a: pytest.fail('served'))
     assert main(['lab', *args]) == 2
@@ -229,7 +241,7 @@ def test_another_machines_cost_is_said_to_be_one(capsys):
 
 def test_a_policy_of_ones_own_has_its_own_row(tmp_path):
     f = tmp_path/'mine.py'
-    f.write_text('from cbatch.scheduler import Policy\nclass Mine(Policy): pass\n')           # its name is that of its parent
+    f.write_text('from cbatch.scheduler import Policy\nclass Mine(Policy): pass\n')     # its name is that of its parent
     lab = run_lab(rush(5), ['vllm', f'{f}:Mine'], look=[f'{f}:Mine'])
     assert list(lab.rows) == ['vllm', 'Mine'] == [label('fcfs'), label(f'{f}:Mine')] and list(lab.traces) == ['Mine']
     assert lab.rows['vllm'] == lab.rows['Mine']
@@ -239,8 +251,9 @@ def test_all_policies_on_a_model_say_the_same(tmp_path, capsys):
     assert bench_policies(quick=True, record=str(rec), figure=str(fig), html=str(html), cpu_clock=True) == 0
     d, out = json.loads(rec.read_text()), capsys.readouterr().out
     n = len(POLICIES) - 1
-    assert list(d['lab']['rows']) == list(POLICIES) and f'answers: {n * 10} of {n * 10} equal' in out and f'{n * 5} of {n * 5} equal' in out
-    assert Cost.from_dict(d['cost']).source['model'] and d['machine']['cpu'] and d['seed'] == 0 and fig.read_bytes()[1:4] == b'PNG'
+    assert f'answers: {n * 10} of {n * 10} equal' in out and f'{n * 5} of {n * 5} equal' in out
+    assert list(d['lab']['rows']) == list(POLICIES) and d['machine']['cpu'] and d['seed'] == 0
+    assert Cost.from_dict(d['cost']).source['model'] and fig.read_bytes()[1:4] == b'PNG'
     assert 'CPU seconds' in d['lab']['how'] and all(r['num_failed'] == 0 for r in d['lab']['rows'].values())
 
 def test_other_answers_are_found(monkeypatch, capsys):
