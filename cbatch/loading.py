@@ -53,7 +53,7 @@ def _cache_key(
     gguf:Path,
 )->str: # the same for the same content, wherever the file lies and whenever it was installed
     "Name for a file's content, from its size and 64 samples of it: cheap even for 100 GB"
-    size, h = gguf.stat().st_size, hashlib.blake2b(b'cbatch 2', digest_size=6)  # raise 2 when conversion changes
+    size, h = gguf.stat().st_size, hashlib.blake2b(b'cbatch 3', digest_size=6)  # raise 3 when conversion changes
     h.update(str(size).encode())
     with open(gguf, 'rb') as f:
         for i in range(64): f.seek(i * size // 64); h.update(f.read(4096))
