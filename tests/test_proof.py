@@ -87,7 +87,7 @@ class Double(Policy):
 BAD = {Deaf: 'again and again', Nobody: 'not a request', Listed: 'not a generator', Halves: 'whole number',
        Closed: 'not a reason', Generous: 'at most', Padded: 'over the budget', Sometime: 'wakeup gave nan',
        Idle: 'nothing runs', Bully: 'starved', Thief: '', Liar: 'told twice, or lost', Forgetful: '',
-       Muddled: 'TypeError', Falls: 'KeyError', Late: 'nothing runs', Double: ''}
+       Muddled: 'TypeError', Falls: 'KeyError', Late: 'nothing runs', Double: 'are allowed'}
 
 @pytest.mark.parametrize('bad', BAD)
 def test_what_is_wrong_is_found_and_comes_back(bad):

@@ -203,6 +203,11 @@ def test_a_short_one_never_waits_for_a_long_one():
     assert [r.scheduled_at for r in reqs[2:]] == [20, 21]
     assert not any(r.num_recomputed_tokens or r.num_preemptions for r in reqs)
 
+def test_among_equals_nobody_is_disturbed():
+    "Four on the same level, one slot: one after the other, and the slot never changes hands in between"
+    reqs, steps = play(MLFQ(quantum=64), [job(i, 6) for i in range(4)], slots=1)
+    assert [who[0][0].seq for who in steps] == [i for i in range(4) for _ in range(6)]
+
 def test_levels():
     p, r = MLFQ(quantum=4, levels=3), lambda n, m=0: Request('r', [0] * n, SamplingParams(), 99, output_ids=[1] * m)
     assert [p.level(r(n)) for n in (1, 4, 5, 8, 9, 99)] == [0, 0, 1, 1, 2, 2]     # joins where its prompt fits
