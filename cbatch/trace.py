@@ -159,7 +159,9 @@ def __getitem__(self:Trace, step:Any)->Any:
 
 # %% ../nbs/26_trace.ipynb #1cbcd4a0
 @patch
-def _at(self:Trace, i:int)->State:
+def before(self:Trace,
+    i:int, # position among the kept records, not the number of a step
+)->State:
     "The state before the kept record number `i`"
     i += sum(len(rs) for _,rs in self.segments) - len(self)
     before, recs = self.segments[i // self.every]
@@ -178,7 +180,7 @@ def state(self:Trace,
         now.begin(StepRecord(0, 0., 0., arrived=self.came, finished=self.left))
         return now
     i = self.index(step)
-    state, rec = self._at(i), self.records[i]
+    state, rec = self.before(i), self.records[i]
     state.begin(rec)
     if after: state.end(rec)
     return state
@@ -188,7 +190,7 @@ def state(self:Trace,
 def replay(self:Trace)->Iterator[tuple[StepRecord, State]]:
     "Each kept record with the state inside its step; the state is one object that moves on"
     if not self.segments: return
-    state = self._at(0)
+    state = self.before(0)
     for rec in self.records:
         state.begin(rec)
         yield rec, state
@@ -288,7 +290,7 @@ def to_jsonl(self:Trace,
     prompts:dict[str, str]|None=None,  # request_id -> text, to keep with it
 ):
     "Write the kept steps, one JSON object a line"
-    before = vars(self._at(0) if self.segments else self.live)
+    before = vars(self.before(0) if self.segments else self.live)
     header = dict(cbatch_trace=VERSION, **self.facts, state=before, prompts=prompts or {})
     with written(path) as f:
         for d in (header, *map(_plain, self.records)): f.write(json.dumps(d, allow_nan=False, default=plain) + '\n')
@@ -323,6 +325,13 @@ def _read(d:Any, version:int)->StepRecord:
     d['decisions'] = [_decision(*x) if version == VERSION else Decision(x[0], *_said(x[1])) for x in d['decisions']]
     return StepRecord(**d)
 
+def _follow(trace:Trace, rec:StepRecord):
+    "`ValueError` unless a record is of the next step, or of the one that failed before it"
+    if not (before := trace.last(1)): return
+    failed = any(d.kind is Kind.FAILED for d in before[0].decisions)
+    if rec.step != before[0].step + 1 and not (failed and rec.step == before[0].step):
+        raise ValueError(f"step {rec.step} follows step {before[0].step}: a line is missing, or is there twice")
+
 @patch(cls_method=True)
 def load(cls:Trace,
     path,    # of a file that `to_jsonl` wrote
@@ -333,7 +342,9 @@ def load(cls:Trace,
         with open(path, encoding='utf-8') as f:
             for n, line in enumerate(f, 1):
                 d = json.loads(line, parse_constant=_no_number)
-                if trace: trace.append(_read(d, version))
+                if trace:
+                    _follow(trace, rec := _read(d, version))
+                    trace.append(rec)
                 else:
                     d = _fit(d, _header, 'header')
                     version = d['cbatch_trace']
