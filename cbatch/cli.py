@@ -15,8 +15,9 @@ from threading import current_thread, main_thread
 from typing import Any, Callable, get_args
 from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
-from .demo import demo_command, replay_command
+from .demo import demo_command
 from .catalog import get_policy
+from .rewind import diff_command, replay_command
 
 # %% ../nbs/63_cli.ipynb #b8e2e209
 def _add(p:argparse.ArgumentParser, name:str, kind:Any, default:Any, text:str):
@@ -108,7 +109,7 @@ def serve_command(
 
 # %% ../nbs/63_cli.ipynb #be6c22a1
 COMMANDS:dict[str, Callable[..., int]] = {
-    'demo': demo_command, 'replay': replay_command, 'serve': serve_command,
+    'demo': demo_command, 'replay': replay_command, 'diff': diff_command, 'serve': serve_command,
     'bench throughput': bench_throughput, 'bench serve': bench_serve, 'bench scheduler': bench_scheduler}
 
 def help_text(

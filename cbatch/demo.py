@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CrowdRun', 'batching_name', 'run_crowd', 'took_s', 'run_table', 'table_lines', 'claim', 'agreement', 'verdict',
-           'demo_command', 'replay_command']
+           'demo_command']
 
 # %% ../nbs/59_demo.ipynb #62571e89
 import shlex, shutil, time
@@ -204,35 +204,3 @@ def demo_command(
                  **_figures(runs, people))
     print(f'{total:.0f} s in all')
     return 0 if good else 1
-
-# %% ../nbs/59_demo.ipynb #c03a2163
-def replay_command(
-    path:str,            # of a trace that `cbatch demo --trace` or `trace.to_jsonl` wrote
-    speed:float=1.,      # 2 plays twice as fast
-    html:str|None=None,  # write a page with the player here instead
-    live:bool=True,      # redraw in place on a terminal, instead of a line now and then
-)->int:
-    "Play a saved trace, in the terminal or as a web page"
-    if not speed > 0: raise ValueError(f"speed={speed!r}: must be above 0")
-    refuse_folders(html=html)
-    if html and Path(html).resolve() == Path(path).resolve():
-        raise ValueError(f"html={html!r} is the trace itself: name another file")
-    trace = Trace.load(path)
-    recs, name = trace.records, f"{batching_name(trace.facts['policy'])} batching"
-    if html: return _page(trace, name, html)
-    with Live(Screen(trace, name, trace.prompts), live) as view:
-        for rec, last in zip(recs, [*recs[:1], *recs]):
-            if view.inplace: time.sleep(max(0., rec.end - last.end) / speed)
-            view(rec)
-    return 0
-
-def _page(trace:Trace, name:str, path:str)->int:
-    "A page with the player of one trace"
-    from cbatch.player import report_html
-    recs = trace.records
-    wall_s, num = (recs[-1].end - recs[0].start if recs else 0.), sum(s[3] for r in recs for s in r.scheduled)
-    summary = dict(wall_s=wall_s, num_steps=len(recs), num_output_tokens=num,
-                   tokens_per_s=num / wall_s if wall_s else None)
-    with written(path) as f: f.write(report_html({name: (trace, summary)}, f'cbatch replay: {name}'))
-    print(f'page: {Path(path).absolute()}')
-    return 0

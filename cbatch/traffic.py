@@ -220,23 +220,24 @@ def get_workload(
 def workload_of(
     trace:Trace,            # of an engine, or loaded
     unfinished:bool=False,  # take those who weren't done too, with as much of an answer as they got
-)->Workload:                # its first arrival is 0
+    zero:float|None=None,   # s on the trace's clock, from which arrivals count; None: the first arrival
+)->Workload:
     "Who came, by a trace: arrivals, lengths of prompts and of answers; of users it knows nothing"
     came:list[WorkItem] = []
-    now, done = dict[str, WorkItem](), set[int]()
-    before = trace.state(trace.records[0].step, after=False).requests if len(trace) else {}
+    now, done, seen = dict[str, WorkItem](), set[int](), set[str]()
     for rec in trace:
         for r, n, t in rec.arrived:
-            now[r] = WorkItem(0, [(f'{r}/{len(came)}', n)], t)
+            now[r] = WorkItem(0, [(r if r not in seen else f'{r}/{len(came)}', n)], t)
             came.append(now[r])
+            seen.add(r)
         for r, _, _, num_sampled in rec.scheduled:
             if r in now: now[r].output_len += num_sampled
         done |= {id(now[r]) for r, _ in rec.finished if r in now}
-    early = len(before.keys() - {x[0] for x in trace.records[0].arrived}) if len(trace) else 0
+    early = len(trace.before(0).requests) if len(trace) else 0
     ended = [x for x in came if unfinished or id(x) in done]
     items = [x for x in ended if x.output_len]
-    zero = min((x.arrival for x in items), default=0.)
+    if zero is None: zero = min((x.arrival for x in items), default=0.)
     lost = {'came before the first kept step': early, 'unfinished': len(came) - len(ended),
             'no answer': len(ended) - len(items)}
-    return Workload(trace.facts['policy'], [replace(x, arrival=x.arrival - zero) for x in items],
-                    trace.facts['max_num_seqs'], {k: n for k, n in lost.items() if n})
+    items = [replace(x, arrival=x.arrival - zero) for x in items]
+    return Workload(trace.facts['policy'], items, trace.facts['max_num_seqs'], {k: n for k, n in lost.items() if n})
