@@ -7,7 +7,7 @@ __all__ = ['Moment', 'at', 'Difference', 'diff', 'Recorded', 'recorded', 'rename
            'diff_command']
 
 # %% ../nbs/62_rewind.ipynb #2b6bcd59
-import time
+import math, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -110,8 +110,7 @@ def _table(rows:Sequence[tuple[str, ...]])->list[str]:
 
 @patch
 def __repr__(self:Moment)->str:
-    lines = [_head(self), *_table([_COLUMNS, *_seats(self)]), *_table(_beside(self))]
-    return '\n'.join(map(harmless, lines))
+    return '\n'.join(map(harmless, [_head(self), *_table([_COLUMNS, *_seats(self)]), *_table(_beside(self))]))
 
 @patch
 def _repr_html_(self:Moment)->str:
@@ -122,8 +121,6 @@ def _repr_html_(self:Moment)->str:
     return f'{escape(_head(self))}<table>{row(_COLUMNS, "th")}{seats}</table>{beside[4:]}'
 
 # %% ../nbs/62_rewind.ipynb #d757068d
-_MICROSECOND = 1e-6
-
 def _decided(rec:StepRecord, same_pool:bool)->dict[str, Any]:
     "A record without its times; of blocks in pools of different sizes only how many"
     plain = {k: v for k, v in vars(rec).items() if k not in ('start', 'end', *['num_free_blocks'] * (not same_pool))}
@@ -147,10 +144,6 @@ class Difference:
     def __repr__(self)->str: return '\n'.join(harmless(l) for part in _lines(self) for l in part.splitlines())
 
 # %% ../nbs/62_rewind.ipynb #8f667519
-def _off(xs:list[float], ys:list[float])->float:
-    "By how much two lists of times differ at most"
-    return max(abs(x - y) for x, y in zip(xs, ys))
-
 def diff(
     a:Trace, b:Trace,
 )->Difference:  # true if there is one in what was decided
@@ -167,8 +160,8 @@ def diff(
         one, two = (_decided(r, 'num_blocks' not in facts) for r in (x, y))
         d.fields = tuple(k for k in one if one[k] != two[k])
         if d.fields: break
-        off = _off(_times(x, xs[0].start), _times(y, ys[0].start))
-        if off > _MICROSECOND and d.slip is None: d.slip = x.step, off
+        off = max(abs(s - t) for s, t in zip(_times(x, xs[0].start), _times(y, ys[0].start)))
+        if off > 1e-6 and d.slip is None: d.slip = x.step, off
         d.num_same += 1
     if d.num_same < max(len(xs), len(ys)):
         i, j = (n + d.num_same for n in skip)
@@ -231,15 +224,29 @@ class Recorded(Cost):
         known, s = (self.took or {}).get(step.step, (None, 0.))
         return s if known == x else self.seconds(x)
 
+_AT_ONCE = 1e-9   # s: who came at the very moment of a step was there, whatever sums of floats say
+
+def _starts(trace:Trace)->list[float]:
+    "When each step looked who is there: at its start, but before anybody came who is in a later record"
+    starts, later = list[float](), math.inf
+    for rec in reversed(trace.records):
+        starts.append(min(rec.start, later - 3 * _AT_ONCE))
+        later = min([later, *(t for _, _, t in rec.arrived)])
+    return starts[::-1]
+
 def recorded(
     trace:Trace,
     cost:Cost|None=None,  # of other steps; None: fitted to the trace, or stated where it is too short
 )->Recorded:
     "The clock of a trace: each step lasts until the next began, if somebody was there to go on with"
-    recs, took = trace.records, dict[int, tuple[Features, float]]()
+    recs, starts, took = trace.records, _starts(trace), dict[int, tuple[Features, float]]()
+    began = starts[0] if starts else 0.
     for i, (rec, state) in enumerate(trace.replay()):
         goes_on = i + 1 < len(recs) and len(state.slots) > len(state.ending)
-        took[rec.step - recs[0].step] = features(rec), (recs[i + 1].start if goes_on else rec.end) - rec.start
+        over = starts[i + 1] if goes_on else rec.end
+        took[rec.step - recs[0].step] = features(rec), over - began
+        came = [t for _, _, t in recs[i + 1].arrived] if i + 1 < len(recs) else []
+        began = over if goes_on or not came else max(over, min(came))      # else it slept until somebody came
     try: cost = cost or Cost.fit(recs, dict(machine={}, model='', dtype='', seed=None))
     except ValueError: cost = Cost.stated()
     return Recorded(cost.coefficients, cost.error, cost.source, took)
@@ -265,8 +272,6 @@ def renamed(
     return res
 
 # %% ../nbs/62_rewind.ipynb #10467175
-_AT_ONCE = 1e-9   # s: who came at the very moment of a step was there, whatever sums of floats say
-
 def rerun(
     trace:Trace,
     policy:Any=None,       # a name or a `Policy`; None: the trace's own
@@ -276,7 +281,7 @@ def rerun(
     "Serve those who came by a trace again, by the simulator"
     from cbatch.simulator import simulate
     if not len(trace): raise ValueError("the trace is empty: nobody came")
-    work, facts = workload_of(trace, zero=trace.records[0].start + _AT_ONCE), dict(trace.facts)
+    work, facts = workload_of(trace, zero=_starts(trace)[0] + _AT_ONCE), dict(trace.facts)
     if not len(work): raise ValueError(f"nobody to serve again: {work!r}")
     facts['policy'] = facts['policy'] if policy is None else policy
     served = simulate(work, cost=recorded(trace, cost), trace=10**9, **{**facts, **config})

@@ -1,5 +1,5 @@
 "A step as it was, the first decision in which two traces part, and yesterday's people again"
-import json, random
+import random
 from copy import deepcopy
 import pytest
 from cbatch.cli import main
@@ -11,7 +11,7 @@ from cbatch.metrics import summarize
 from cbatch.model import tiny_lm
 from cbatch.rewind import at, diff, recorded, renamed, rerun, summary_of
 from cbatch.trace import Trace
-from cbatch.workloads import Workload, WorkItem, arrivals
+from cbatch.workloads import Workload, WorkItem
 
 def people(seed, n=14, gap=.08):
     rng, t, items = random.Random(seed), 0., []
@@ -46,7 +46,8 @@ def test_a_moment_is_what_the_states_say(tight):
     for i, rec in enumerate(trace):
         m = at(trace, rec.step)
         assert m.record is rec and m.then == trace.state(rec.step, after=False)
-        assert m.seen.num_free_blocks + sum(map(len, (m.seen.blocks[r] for r in rec.preempted))) >= m.then.num_free_blocks
+        given_up = sum(len(m.seen.blocks[r]) for r in rec.preempted)
+        assert m.seen.num_free_blocks + given_up >= m.then.num_free_blocks
         before = set(trace.state(trace.records[i - 1].step).requests) if i else set()
         assert set(m.seen.requests) == before | {r for r, _, _ in rec.arrived}
         text = repr(m)
@@ -189,6 +190,23 @@ def test_the_same_again_is_the_same(tmp_path, policy, config, seed):
     assert not d, d
     assert d.slip is None and new.facts == old.facts and len(new) == len(old)
 
+@pytest.mark.parametrize('seed', range(3))
+def test_time_that_passes_between_steps_is_recorded_too(seed):
+    "On a clock that each look at it moves, as a real one does: steps are the same, though they end when the next begin"
+    with LLM(tiny_lm(), max_num_seqs=3, num_blocks=40, max_num_batched_tokens=24, block_size=8) as llm:
+        virtual = VirtualClock(llm)
+        def tick():
+            virtual.t += .002
+            return virtual.t
+        llm.clock = tick
+        drive(llm, people(seed, 20))
+        old = llm.trace
+    assert any(b.start - a.end > .001 for a, b in zip(old, old.records[1:]))
+    new = rerun(old).trace
+    d = diff(old, new)
+    assert not d, d
+    assert [r.start - new[0].start for r in new] == pytest.approx([r.start - old[0].start for r in old], abs=.03)
+
 def test_bursts_at_the_very_moment_of_a_step():
     "Arrivals that fall together with the end of a step, on a clock whose sums are rounded"
     work = Workload('x', [WorkItem(3, [(i, 5)], (i // 3) * (.03 + .0002 * 15)) for i in range(12)])
@@ -200,7 +218,8 @@ def test_differently_is_what_the_engine_would_do(seed):
     "Recorded steps and a fitted cost: on a clock that is a line, the forecast is exact and so are all decisions"
     work = people(seed, 20)
     old, _, _ = served(work)
-    for policy, config in (('static', {}), ('vllm', dict(num_blocks=60)), ('vllm', dict(max_num_seqs=6, num_blocks=30))):
+    for policy, config in (('static', {}), ('vllm', dict(num_blocks=60)),
+                           ('vllm', dict(max_num_seqs=6, num_blocks=30))):
         truth, _, _ = served(work, policy, **config)
         d = diff(truth, rerun(old, policy, Cost.stated(), **config).trace)
         assert not d, d
@@ -240,7 +259,8 @@ def test_renaming_there_and_back(tight):
 def test_a_summary_is_the_engines(tight):
     trace, counted, sent = tight
     s = summary_of(trace)
-    for k in ('num_steps', 'num_preemptions', 'num_prefilling', 'num_idle', 'num_padding_tokens'): assert s[k] == counted[k]
+    counts = 'num_steps', 'num_preemptions', 'num_prefilling', 'num_idle', 'num_padding_tokens'
+    assert {k: s[k] for k in counts} == {k: counted[k] for k in counts}
     assert s['slot_utilisation'] == pytest.approx(counted['slot_utilisation'])
     ms = [x.metrics for x in sent]
     assert s['num_output_tokens'] == sum(len(m.token_times) for m in ms) and s['num_failed'] == 0
@@ -293,7 +313,8 @@ def test_replay_refuses(files, capsys, args, says):
 
 def test_a_line_that_is_missing_is_told(files):
     lines = (files/'a.jsonl').read_text().splitlines()
-    for bad, says in ((lines[:9] + lines[10:], 'line 10.*step 9 follows step 7'), (lines[:9] + lines[8:], 'line 10.*step 7 follows step 7'),
+    for bad, says in ((lines[:9] + lines[10:], 'line 10.*step 9 follows step 7'),
+                      (lines[:9] + lines[8:], 'line 10.*step 7 follows step 7'),
                       (lines[:5] + [lines[7], lines[6], lines[5]], 'line 6.*step 6 follows step 3')):
         (files/'bad.jsonl').write_text('\n'.join(bad))
         with pytest.raises(ValueError, match=says): Trace.load(files/'bad.jsonl')

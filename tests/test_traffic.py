@@ -1,5 +1,5 @@
 "Logs of requests in everybody's format: what can be read is, what can't is counted, and what is no log is refused"
-import json, math, random
+import json, random
 import pytest
 from cbatch.core import StepRecord
 from cbatch.driving import VirtualClock, drive
