@@ -338,7 +338,8 @@ def _page(path:str, traces:dict[str, Trace]):
 def _forecast(cost:Cost|None)->str:
     "How the times of a re-run came about"
     how = 'stated, not measured' if cost is None or cost.error is None else \
-        f"fitted to the trace's own, and wrong by {cost.error['mean']:.1%} in the mean on steps held out"
+        (f"fitted to the trace's own; wrong on steps held out by {cost.error['mean']:.1%} in the mean, "
+         f"{round(cost.error['run'], 4) + 0.:+.1%} over all")
     return f'times: as recorded for steps that compute the same; others are forecast ({how})'
 
 # %% ../nbs/62_rewind.ipynb #9bd13046
