@@ -47,7 +47,7 @@ bench: $(READY)
 	@$(BIN)/python bench/throughput.py
 
 records: $(READY)
-	@for b in paths twenty anatomy memory sampling serve invariants demo; do $(BIN)/python bench/$$b.py || exit 1; done
+	@for b in paths twenty anatomy memory sampling serve invariants demo forecast; do $(BIN)/python bench/$$b.py || exit 1; done
 	@$(BIN)/python bench/throughput.py --heavy
 	@$(BIN)/python tests/kernels/mutations.py
 	@$(BIN)/python tools/aot.py --json bench/records/aot.json

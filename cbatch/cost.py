@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FEATURES', 'Features', 'features', 'step_seconds', 'least_squares', 'Cost']
 
-# %% ../nbs/49_cost.ipynb #ae26b710
+# %% ../nbs/49_cost.ipynb #7f0bde1b
 import json, math
 import numpy as np
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from .core import Plan, StepRecord
 from .trace import written
 
-# %% ../nbs/49_cost.ipynb #9b69ce5a
+# %% ../nbs/49_cost.ipynb #609018ba
 class Features(NamedTuple):
     "What there is to pay for in a step"
     steps:float=1            # the step itself, if anything is computed
@@ -41,7 +41,7 @@ def features(
         else: long_rows += n; long_context += n * end - n * (n - 1) // 2
     return Features(int(bool(shares)), rows, long_rows, context, long_context)
 
-# %% ../nbs/49_cost.ipynb #30945eea
+# %% ../nbs/49_cost.ipynb #e52e2126
 def step_seconds(
     records:Iterable[StepRecord], # in order
 )->list[float]:
@@ -55,7 +55,7 @@ def step_seconds(
         before = r
     return took
 
-# %% ../nbs/49_cost.ipynb #f7a15362
+# %% ../nbs/49_cost.ipynb #0ce7a7b7
 def least_squares(
     X:np.ndarray, y:np.ndarray, # [n, k], [n]
 )->np.ndarray:                  # [k]
@@ -72,7 +72,7 @@ def least_squares(
             best[on] = w
     return best / scale
 
-# %% ../nbs/49_cost.ipynb #0a50266f
+# %% ../nbs/49_cost.ipynb #76123b50
 class _Fit(NamedTuple):
     each:np.ndarray      # s for one of each
     left_out:int         # steps that took more than three times what they should
@@ -87,7 +87,7 @@ def _fit(X:np.ndarray, y:np.ndarray)->_Fit:
         kept = y < 3 * guess
     return _Fit(w, int((~kept).sum()), float(y[~kept].sum() / y.sum()))
 
-# %% ../nbs/49_cost.ipynb #7179a88f
+# %% ../nbs/49_cost.ipynb #54761e92
 _FACTS = 'machine', 'model', 'dtype', 'seed'
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _place(s:dict[str, Any])->str:
 def _wrong(e:dict[str, float])->str:
     return f"wrong on steps held out by {e['mean']:.1%} in the mean, {e['p95']:.1%} at p95, {e['run']:+.1%} in all"
 
-# %% ../nbs/49_cost.ipynb #97e8bf76
+# %% ../nbs/49_cost.ipynb #cf892c77
 _BLOCK, _FEWEST = 10, 40
 
 @patch(cls_method=True)
@@ -147,7 +147,7 @@ def fit(cls:Cost,
     facts = dict(records=len(y), held_out=int(held.sum()), left_out=fit.left_out, left_out_share=fit.left_out_share)
     return cls(Features(*fit.each.tolist()), error, {**source, **facts})
 
-# %% ../nbs/49_cost.ipynb #ae1b0337
+# %% ../nbs/49_cost.ipynb #077e107e
 _VERSION = 1
 
 @patch
@@ -175,7 +175,7 @@ def from_dict(cls:Cost, d:Any)->Cost:
         raise ValueError(f"error {error!r:.80}: must be mean, p95 and run, each a number")
     return cls(Features(**each), error, source)
 
-# %% ../nbs/49_cost.ipynb #3e4b9bd8
+# %% ../nbs/49_cost.ipynb #ebace156
 @patch
 def to_json(self:Cost, path:str|Path):
     "Write it to a file"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Served', 'serve_on', 'simulate']
 
-# %% ../nbs/50_simulator.ipynb #910009fa
+# %% ../nbs/50_simulator.ipynb #e839d699
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from .scheduler import Policy
 from .trace import Trace
 from .workloads import Workload
 
-# %% ../nbs/50_simulator.ipynb #19ff2a82
+# %% ../nbs/50_simulator.ipynb #ccff1119
 class _NoModel:
     "What an engine asks of a model, where nobody computes it"
     name, tokenizer, eos_ids, device, max_len = 'no model', None, frozenset[int](), 'cpu', 2 ** 31
@@ -40,7 +40,7 @@ class _NoRunner:
         token = self.token
         return StepOutput({r.request_id: token for r, _, _, _, rows in plan.scheduled if rows})
 
-# %% ../nbs/50_simulator.ipynb #c0c21f88
+# %% ../nbs/50_simulator.ipynb #f68d25f8
 @dataclass
 class Served:
     "A workload that was served, by an engine or by a simulation"
@@ -81,7 +81,7 @@ def serve_on(
     finally: own, llm.counters = llm.counters, _sum(before, llm.counters)
     return Served(sent, took, llm.trace, own, llm.config, llm.scheduler.policy.name, first_step=first)
 
-# %% ../nbs/50_simulator.ipynb #d96c6b9f
+# %% ../nbs/50_simulator.ipynb #fb91b016
 @contextmanager
 def _undistracted()->Iterator[None]:
     "The garbage collector rests"
