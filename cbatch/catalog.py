@@ -36,11 +36,6 @@ def wrong_policy(
     "What is wrong with a policy that somebody asked for"
     return ParamError('policy', f"policy={policy.__name__ if is_policy(policy) else policy!r}: {what}")
 
-# %% ../nbs/24_catalog.ipynb #d6343160
-# from cbatch.schemes import MaxUtilization, Nano, NoEvict, Orca, Sarathi, SGLang, TGI, VLLM0
-# POLICIES |= {'orca': Orca, 'tgi': TGI, 'trtllm-no-evict': NoEvict, 'trtllm-max-utilization': MaxUtilization,
-#              'vllm-v0': VLLM0, 'nano': Nano, 'sarathi': Sarathi, 'sglang': SGLang}
-
 # %% ../nbs/24_catalog.ipynb #65c2cc6b
 def policy_from_file(
     policy:str,       # file.py:Class
