@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['KEEP', 'rush', 'label', 'CPUClock', 'measured_cost', 'run_lab', 'lab_command', 'bench_policies']
 
-# %% ../nbs/62_lab.ipynb #534a269f
+# %% ../nbs/62_lab.ipynb #99c37565
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from fastcore.basics import patch
 from .catalog import POLICIES, get_policy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cbatch.model import CausalLM
     from cbatch.simulator import Served
 
-# %% ../nbs/62_lab.ipynb #281174b9
+# %% ../nbs/62_lab.ipynb #6462de4e
 def rush(
     n:int=48,
     rate:float=12., # requests per second, in bursts
@@ -42,7 +42,7 @@ def rush(
              for i, t in enumerate(arrivals(n, rate, .35, seed))]
     return Workload('rush', items, 8)
 
-# %% ../nbs/62_lab.ipynb #97b2204f
+# %% ../nbs/62_lab.ipynb #02051d1a
 KEEP = 10 ** 7    # steps
 
 def label(policy:str)->str:
@@ -53,22 +53,22 @@ class CPUClock:
     "Counts the CPU time of this process and what it sleeps: on a machine that others use too, their work is not ours"
     def __init__(self, llm:'LLM'): self.slept, llm.clock, llm.sleep = 0., self, self.sleep
     def __call__(self)->float: return time.process_time() + self.slept
-    def sleep(self, s:float): self.slept += s
+    def sleep(self, s:Any)->None: self.slept += s
 
-# %% ../nbs/62_lab.ipynb #04c5d4c4
+# %% ../nbs/62_lab.ipynb #5f2a2cf6
 _COST:dict[str, Any] = {'cbatch_cost': 1,
- 'coefficients': {'steps': 0.0176344,
-                  'decode_rows': 0.00245776,
-                  'prefill_rows': 0.00264598,
-                  'decode_context': 0.0,
-                  'prefill_context': 0.0},
- 'error': {'mean': 0.481067, 'p95': 0.805804, 'run': -0.112135},
+ 'coefficients': {'steps': 0.0153107,
+                  'decode_rows': 0.000875561,
+                  'prefill_rows': 0.000780331,
+                  'decode_context': 8.92578e-07,
+                  'prefill_context': 1.29971e-06},
+ 'error': {'mean': 0.0545005, 'p95': 0.170936, 'run': -0.0115637},
  'source': {'machine': {'cpu': 'AMD EPYC',
                         'cores': 2,
-                        'threads': 2,
+                        'threads': 1,
                         'system': 'Linux',
                         'gpu': None,
-                        'load': 4.8,
+                        'load': 12.0,
                         'versions': {'python': '3.11.7',
                                      'cbatch': '0.1.0',
                                      'torch': '2.13.0+cpu',
@@ -76,9 +76,10 @@ _COST:dict[str, Any] = {'cbatch_cost': 1,
             'model': 'smollm2',
             'dtype': 'float32',
             'seed': 0,
-            'records': 2007,
-            'held_out': 500,
-            'left_out': 107}}
+            'records': 4778,
+            'held_out': 1190,
+            'left_out': 0,
+            'left_out_share': 0.0}}
 
 def measured_cost()->Cost:
     "Of a step of SmolLM2 on the machine of `bench/records/policies.json`, which is hardly yours"
@@ -89,7 +90,7 @@ def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_cloc
     sizes, here = ', '.join(f'{k}={v}' for k, v in config.items() if v is not None) or 'default sizes', machine()
     on = f"{here['gpu'] or here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']}"
     clock = '; s are CPU seconds of the process' * cpu_clock
-    if model is not None: return f"run on this machine ({on}): {model.name}, {str(model.dtype)[6:]}; {sizes}{clock}"
+    if model is not None: return f"run on {on}: {model.name}, {str(model.dtype)[6:]}; {sizes}{clock}"
     cost = cost or measured_cost()
     if cost.source is None: return f"simulated, by a cost that is stated and not measured ({cost!r}); {sizes}"
     there, same = cost.source['machine'], ('cpu', 'cores', 'gpu', 'threads')
@@ -97,7 +98,7 @@ def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_cloc
     whose = 'a machine like this one' if ours else 'ANOTHER machine than this one'
     return f"simulated by what a step took on {whose}: {cost!r}; {sizes}"
 
-# %% ../nbs/62_lab.ipynb #1141bffe
+# %% ../nbs/62_lab.ipynb #47861ed1
 def _serve(
     policy:str, work:Workload, cost:Cost|None, model:'CausalLM|None', seed:int, cpu_clock:bool, config:dict[str, Any],
 )->'Served':
@@ -134,7 +135,7 @@ def run_lab(
     lab.traces = {p: lab.traces[p] for p in map(label, look) if p in lab.traces}
     return lab
 
-# %% ../nbs/62_lab.ipynb #5d1afa32
+# %% ../nbs/62_lab.ipynb #65aa7955
 def _work(workload:str, rate:float, num_prompts:int|None, seed:int)->Workload:
     "The crowd of a command"
     work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed)
@@ -158,7 +159,7 @@ def _save(lab:Lab, html:str|None, record:str|None, **facts:Any):
         print(f'page: {Path(html).absolute()}')
     write_record(record, lab=lab.to_dict(), **facts)
 
-# %% ../nbs/62_lab.ipynb #c5ae3e34
+# %% ../nbs/62_lab.ipynb #2f1c7562
 def lab_command(
     workload:str,               # rush, w64, w256, heavy, chat, or a file of traffic
     policies:str='',            # by commas; all that there are
@@ -187,7 +188,7 @@ def lab_command(
     _save(lab, html, record, workload=workload, seed=seed)
     return int(run and not _all_equal(lm, work, seed, lab.answers))
 
-# %% ../nbs/62_lab.ipynb #feb86bd1
+# %% ../nbs/62_lab.ipynb #c111d029
 def _all_equal(lm:Any, work:Workload, seed:int, answers:dict[str, list[Any]])->bool:
     "Say how many answers are those of the first policy; False if one is another, and no tie explains it"
     prompts = [x.prompt_ids(lm.vocab_size, seed) for x in work]
@@ -209,7 +210,7 @@ def _compare(lm:Any, prompts:list[list[int]], answers:dict[str, list[Any]])->boo
     if wrong: print(f"DIFFERENT: {', '.join(wrong[:5])}")
     return not wrong
 
-# %% ../nbs/62_lab.ipynb #deb02e6b
+# %% ../nbs/62_lab.ipynb #6447db64
 def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[str, Any])->bool:
     "People whose answers end where the model ends them: do all policies give them equal ones?"
     from cbatch.llm import LLM
@@ -221,7 +222,7 @@ def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[st
     print(f'with natural ends ({ends} of {len(prompts)} stop by themselves): ', end='')
     return _compare(lm, prompts, answers)
 
-# %% ../nbs/62_lab.ipynb #6b448797
+# %% ../nbs/62_lab.ipynb #529b7b8f
 def bench_policies(
     model:str='smollm2',        # smollm2, a hub id, a folder or a .gguf file
     policies:str='',            # by commas; all that there are
@@ -250,8 +251,9 @@ def bench_policies(
     lab = run_lab(work, names, None, lm, slos, seed, names, cpu_clock, **sizes)
     recs = [r for t in lab.traces.values() for r in t]
     cost = Cost.fit(recs, dict(machine=here, model=lm.name, dtype='float32', seed=seed))
-    lab.traces = {p: t for p, t in lab.traces.items() if p in ('static', 'vllm')}
-    if figure: frontier(lab, *FRONTIERS[0]).figure.savefig(figure)
-    _save(lab, html, record, machine=here, seed=seed, sizes=sizes, cost=cost.to_dict())
+    equal = _all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes)
+    lab.traces = {p: lab.traces[p] for p in ('static', 'vllm') if p in lab.traces}
+    if figure: cast(Any, frontier(lab, *FRONTIERS[0]).figure).savefig(figure)
+    _save(lab, html, record, machine=here, seed=seed, sizes=sizes, cost=cost.to_dict(), equal=equal)
     print(cost)
-    return int(not (_all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes)))
+    return int(not equal)

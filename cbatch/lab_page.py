@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'TABLE_CSS', 'FRONTIERS', 'Lab', 'frontier', 'part', 'window']
 
-# %% ../nbs/61_lab_page.ipynb #7a471a82
+# %% ../nbs/61_lab_page.ipynb #6051be13
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from fastcore.basics import patch
 from .measures import MEASURES, Measure, best, text_table, unbeaten
 from .trace import Trace
 if TYPE_CHECKING: from matplotlib.axes import Axes
 
-# %% ../nbs/61_lab_page.ipynb #2d6ffc07
+# %% ../nbs/61_lab_page.ipynb #a5403673
 COLUMNS = ('tokens_per_s', 'hol_s', 'wait_mean_s', 'ttft_p95_s', 'itl_p99_s', 'e2e_p95_s', 'slo_attainment',
            'num_preemptions', 'num_recomputed', 'fairness_gap', 'kv_waste')
 
@@ -40,7 +40,7 @@ class Lab:
 
     def __repr__(self)->str: return f'{self.work}\n{self.how}\n\n{text_table(self.rows, self.columns(COLUMNS))}'
 
-# %% ../nbs/61_lab_page.ipynb #fe6d333a
+# %% ../nbs/61_lab_page.ipynb #e2c52459
 @patch
 def table(self:Lab)->str: # HTML
     "The whole table; definitions stand behind it, and appear over the heads"
@@ -69,7 +69,7 @@ TABLE_CSS = """
 @media(prefers-color-scheme:dark){.lab .best{color:#56B4E9}}
 """
 
-# %% ../nbs/61_lab_page.ipynb #50682075
+# %% ../nbs/61_lab_page.ipynb #4eabb3ba
 _PLACES = [(r * dx, r * dy) for r in (7, 16, 27, 40, 55) for dx, dy in
            ((1, 0), (-1, 0), (.7, .7), (.7, -.7), (-.7, .7), (-.7, -.7), (0, 1), (0, -1))]
 
@@ -86,21 +86,22 @@ def _scale(ax:'Axes', side:str, m:Measure, xs:Sequence[float]):
 def _labels(ax:'Axes', points:dict[tuple[float, float], str], size:float):
     "Write beside each point what it is, where there is most room"
     at = {xy: ax.transData.transform(xy) * 72 / ax.figure.dpi for xy in points}
-    frame, taken = ax.bbox.extents * 72 / ax.figure.dpi, [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
-    def box(xy, dx, dy, text):
-        w, x, y = len(text) * size * .56, at[xy][0] + dx, at[xy][1] + dy
-        left = x - w * (dx < -1) - w / 2 * (abs(dx) <= 1)
+    frame = [e * 72 / ax.figure.dpi for e in ax.bbox.extents]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+    def box(xy, d, text):
+        w, x, y = len(text) * size * .56, at[xy][0] + d[0], at[xy][1] + d[1]
+        left = x - w * (d[0] < -1) - w / 2 * (abs(d[0]) <= 1)
         return left, y - size * .6, left + w, y + size * .6
     def cover(a, b): return max(0., min(a[2], b[2]) - max(a[0], b[0])) * max(0., min(a[3], b[3]) - max(a[1], b[1]))
     def cost(b): return sum(cover(b, t) for t in taken) + (b[2] - b[0]) * size * 1.2 - cover(b, frame)
     for xy, text in sorted(points.items(), key=lambda p: -at[p[0]][1]):
-        dx, dy = min(_PLACES, key=lambda d: (round(cost(box(xy, *d, text))), d[0] ** 2 + d[1] ** 2))
-        taken.append(box(xy, dx, dy, text))
+        dx, dy = min(_PLACES, key=lambda d: (round(cost(box(xy, d, text))), d[0] ** 2 + d[1] ** 2))
+        taken.append(box(xy, (dx, dy), text))
         ha = 'right' if dx < -1 else 'left' if dx > 1 else 'center'
         line = dict(arrowstyle='-', color='#9CA3AF', lw=.6, shrinkA=0, shrinkB=3) if dx * dx + dy * dy > 64 else None
         ax.annotate(text, xy, (dx, dy), textcoords='offset points', ha=ha, va='center', fontsize=size, arrowprops=line)
 
-# %% ../nbs/61_lab_page.ipynb #5ed15612
+# %% ../nbs/61_lab_page.ipynb #be0e4fc9
 def frontier(
     lab:Lab,
     x:str, y:str,      # keys of `MEASURES`
@@ -123,11 +124,11 @@ def frontier(
     for side, k, xs in zip('xy', (x, y), zip(*points.values())): _scale(ax, side, MEASURES[k], xs)
     ax.set_title(title, loc='left', fontsize=11)
     ax.spines[['top', 'right']].set_visible(False)
-    ax.figure.draw_without_rendering()
+    cast(Any, ax.figure).draw_without_rendering()
     _labels(ax, {xy: text if len(text) < 40 else text[:38] + '...' for xy, text in names.items()}, 8.5)
     return ax
 
-# %% ../nbs/61_lab_page.ipynb #21b4588c
+# %% ../nbs/61_lab_page.ipynb #4d5eff18
 def part(
     trace:Trace,
     first:int,          # number of the first step
@@ -155,7 +156,7 @@ def window(
         cut[name] = t if len(recs) <= most else part(t, recs[lo].step, recs[lo].step + most)
     return cut
 
-# %% ../nbs/61_lab_page.ipynb #0f12b789
+# %% ../nbs/61_lab_page.ipynb #a694dab9
 def _stories(trace:Trace, row:dict[str, Any], most:int=100)->str:
     "Why each request of some steps waited, those who waited most for nothing first"
     hol = row.get('hol_by') or {}
@@ -169,18 +170,18 @@ def _stories(trace:Trace, row:dict[str, Any], most:int=100)->str:
 def _svg(ax:'Axes')->str:
     "A figure in a page's own colours"
     from matplotlib import rc_context
-    file = io.StringIO()
+    file, fig = io.StringIO(), cast(Any, ax.figure)
     with rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'cbatch'}):
-        ax.figure.savefig(file, format='svg', transparent=True, metadata=dict(Date=None, Creator=None))
-    svg = file.getvalue()
-    return svg[svg.index('<svg'):].replace('#010203', 'currentColor')
+        fig.savefig(file, format='svg', transparent=True, metadata=dict(Date=None, Creator=None))
+    svg, _, rest = file.getvalue().partition('<metadata>')
+    return (svg[svg.index('<svg'):] + rest.partition('</metadata>')[2]).replace('#010203', 'currentColor')
 
-# %% ../nbs/61_lab_page.ipynb #fd2e38a4
+# %% ../nbs/61_lab_page.ipynb #d941207f
 FRONTIERS = [('ttft_p95_s', 'tokens_per_s', 'Tokens a second, and the wait for a first one'),
              ('itl_p99_s', 'tokens_per_s', 'Tokens a second, and the pauses between them'),
              ('kv_waste', 'request_goodput', 'Requests within the limits, and memory that stands empty'),
              ('fairness_gap', 'e2e_mean_s', 'How far users are apart, and the mean time of an answer')]
-_INK = {k: '#010203' for k in ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color')}
+_INK:dict[Any, Any] = {k: '#010203' for k in ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color')}
 _PAGE = '''.front{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:18px}
 .front svg{width:100%;height:auto} li{margin:1px 0} summary{cursor:pointer}'''
 
