@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KEEP', 'rush', 'label', 'CPUClock', 'measured_cost', 'run_lab', 'lab_command', 'bench_policies']
 
-# %% ../nbs/62_lab.ipynb #99c37565
+# %% ../nbs/62_lab.ipynb #c729b761
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cbatch.model import CausalLM
     from cbatch.simulator import Served
 
-# %% ../nbs/62_lab.ipynb #6462de4e
+# %% ../nbs/62_lab.ipynb #95d1d714
 def rush(
     n:int=48,
     rate:float=12., # requests per second, in bursts
@@ -42,7 +42,7 @@ def rush(
              for i, t in enumerate(arrivals(n, rate, .35, seed))]
     return Workload('rush', items, 8)
 
-# %% ../nbs/62_lab.ipynb #02051d1a
+# %% ../nbs/62_lab.ipynb #27f2612d
 KEEP = 10 ** 7    # steps
 
 def label(policy:str)->str:
@@ -55,7 +55,7 @@ class CPUClock:
     def __call__(self)->float: return time.process_time() + self.slept
     def sleep(self, s:Any)->None: self.slept += s
 
-# %% ../nbs/62_lab.ipynb #5f2a2cf6
+# %% ../nbs/62_lab.ipynb #14998ed0
 _COST:dict[str, Any] = {'cbatch_cost': 1,
  'coefficients': {'steps': 0.0153107,
                   'decode_rows': 0.000875561,
@@ -85,6 +85,7 @@ def measured_cost()->Cost:
     "Of a step of SmolLM2 on the machine of `bench/records/policies.json`, which is hardly yours"
     return Cost.from_dict(_COST)
 
+# %% ../nbs/62_lab.ipynb #770d66d8
 def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_clock:bool=False)->str:
     "Where the numbers of a lab come from"
     sizes, here = ', '.join(f'{k}={v}' for k, v in config.items() if v is not None) or 'default sizes', machine()
@@ -98,7 +99,7 @@ def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_cloc
     whose = 'a machine like this one' if ours else 'ANOTHER machine than this one'
     return f"simulated by what a step took on {whose}: {cost!r}; {sizes}"
 
-# %% ../nbs/62_lab.ipynb #47861ed1
+# %% ../nbs/62_lab.ipynb #7d47282a
 def _serve(
     policy:str, work:Workload, cost:Cost|None, model:'CausalLM|None', seed:int, cpu_clock:bool, config:dict[str, Any],
 )->'Served':
@@ -135,7 +136,7 @@ def run_lab(
     lab.traces = {p: lab.traces[p] for p in map(label, look) if p in lab.traces}
     return lab
 
-# %% ../nbs/62_lab.ipynb #65aa7955
+# %% ../nbs/62_lab.ipynb #8bfbf7fc
 def _work(workload:str, rate:float, num_prompts:int|None, seed:int)->Workload:
     "The crowd of a command"
     work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed)
@@ -159,7 +160,7 @@ def _save(lab:Lab, html:str|None, record:str|None, **facts:Any):
         print(f'page: {Path(html).absolute()}')
     write_record(record, lab=lab.to_dict(), **facts)
 
-# %% ../nbs/62_lab.ipynb #2f1c7562
+# %% ../nbs/62_lab.ipynb #cf7bba28
 def lab_command(
     workload:str,               # rush, w64, w256, heavy, chat, or a file of traffic
     policies:str='',            # by commas; all that there are
@@ -188,7 +189,7 @@ def lab_command(
     _save(lab, html, record, workload=workload, seed=seed)
     return int(run and not _all_equal(lm, work, seed, lab.answers))
 
-# %% ../nbs/62_lab.ipynb #c111d029
+# %% ../nbs/62_lab.ipynb #e77a9288
 def _all_equal(lm:Any, work:Workload, seed:int, answers:dict[str, list[Any]])->bool:
     "Say how many answers are those of the first policy; False if one is another, and no tie explains it"
     prompts = [x.prompt_ids(lm.vocab_size, seed) for x in work]
@@ -210,7 +211,7 @@ def _compare(lm:Any, prompts:list[list[int]], answers:dict[str, list[Any]])->boo
     if wrong: print(f"DIFFERENT: {', '.join(wrong[:5])}")
     return not wrong
 
-# %% ../nbs/62_lab.ipynb #6447db64
+# %% ../nbs/62_lab.ipynb #a07f8571
 def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[str, Any])->bool:
     "People whose answers end where the model ends them: do all policies give them equal ones?"
     from cbatch.llm import LLM
@@ -222,7 +223,7 @@ def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[st
     print(f'with natural ends ({ends} of {len(prompts)} stop by themselves): ', end='')
     return _compare(lm, prompts, answers)
 
-# %% ../nbs/62_lab.ipynb #529b7b8f
+# %% ../nbs/62_lab.ipynb #0d3a768a
 def bench_policies(
     model:str='smollm2',        # smollm2, a hub id, a folder or a .gguf file
     policies:str='',            # by commas; all that there are
