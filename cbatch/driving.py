@@ -9,40 +9,44 @@ __all__ = ['VirtualClock', 'serve_all', 'Outcome', 'drive']
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterator
-from .core import RequestMetrics, RequestOutput
+from functools import partial
+from typing import TYPE_CHECKING, Callable, Iterator
+from .core import Plan, RequestMetrics, RequestOutput, StepOutput
 from .params import SamplingParams
+from .reports import Draft
 from .scheduler import STUCK
 from .workloads import Workload
-if TYPE_CHECKING: from cbatch.llm import LLM
+if TYPE_CHECKING: from cbatch.engine import Engine
 
 # %% ../nbs/48_driving.ipynb #6cfa0363
 class VirtualClock:
     "Time passes only while the model runs or the engine sleeps: runs that are the same each time"
     def __init__(self,
-        llm:'LLM',
+        llm:'Engine',
         step_s:float=.03,    # what a step takes
         token_s:float=.0002, # and each token that it computes
+        cost:Callable[[Plan], float]|None=None,  # s that a plan takes, instead of the two
     ):
-        self.t, self.step_s, self.token_s, self.execute = 0., step_s, token_s, llm.execute
+        plain = lambda p: step_s + token_s * (p.num_tokens + p.num_padding)
+        self.t, self.cost, self.execute = 0., cost or plain, llm.execute
         ours = dict(clock=lambda: self.t, sleep=self.sleep, execute=self.run)
         for name, f in ours.items(): setattr(llm, name, f)
 
     def sleep(self, s:float): self.t += s
 
-    def run(self, plan:Any)->Any:
-        self.t += self.step_s + self.token_s * (plan.num_tokens + plan.num_padding)
+    def run(self, plan:Plan)->StepOutput:
+        self.t += self.cost(plan)
         return self.execute(plan)
 
 # %% ../nbs/48_driving.ipynb #f8704667
-def _turn(llm:'LLM')->tuple[list[RequestOutput], float|None]:
+def _turn(llm:'Engine')->tuple[list[RequestOutput], float|None]:
     "Run a step if one can: what it brought, and s to sleep; 0 when one ran, None if only an arrival helps"
     wait = llm.turn()
     return llm.take(), None if wait in (None, math.inf) else wait
 
 # %% ../nbs/48_driving.ipynb #916868fc
 def serve_all(
-    llm:'LLM',        # an engine that serves nobody else
+    llm:'Engine',     # an engine that serves nobody else
     times:list[float],# s after the start at which number 0, 1, ... comes, in order
     let_in:Callable[[int, float], None],  # adds number `i`, who came at that time on the engine's clock
 )->Iterator[list[RequestOutput]]:         # once a step, what it brought
@@ -71,8 +75,14 @@ class Outcome:
     lag_s:float = 0.                    # sent so much later than planned
     output_ids:list[int]|None = None    # if they are known
 
+def _keep(s:Outcome, draft:Draft):
+    "What became of a request, once it has ended; a report that nobody reads is not written out"
+    if not draft.finished: return
+    o = draft.output()
+    s.metrics, s.error, s.output_ids = o.metrics, o.error, o.outputs[0].token_ids
+
 def drive(
-    llm:'LLM',       # an engine that serves nobody else
+    llm:'Engine',    # an engine that serves nobody else
     work:Workload,
     seed:int=0,      # of the prompts' tokens
     salt:str|None=None,  # nothing is found in the prefix cache that came under another
@@ -80,15 +90,11 @@ def drive(
     "Let a workload in and wait for all answers"
     prompts = [x.prompt_ids(llm.model.vocab_size, seed) for x in work]
     params = [SamplingParams(temperature=0, max_tokens=x.output_len, ignore_eos=True) for x in work]
-    sent, by_id, start = [Outcome(len(p)) for p in prompts], {}, llm.clock()
+    sent, start = [Outcome(len(p)) for p in prompts], llm.clock()
     def let_in(i:int, arrival:float):
         x, sent[i].lag_s = work[i], llm.clock() - arrival
-        try: r = llm.add(prompts[i], params[i], arrival=arrival, user=x.user, priority=x.priority, cache_salt=salt)
+        own = dict(arrival=arrival, user=x.user, priority=x.priority, cache_salt=salt)
+        try: llm.enter(llm.prepare(prompts[i], params[i], **own), partial(_keep, sent[i]))
         except ValueError as e: sent[i].error = str(e)
-        else: by_id[r] = sent[i]
-    for outs in serve_all(llm, [x.arrival for x in work], let_in):
-        for o in outs:
-            if not o.finished: continue
-            s = by_id[o.request_id]
-            s.metrics, s.error, s.output_ids = o.metrics, o.error, o.outputs[0].token_ids
+    for _ in serve_all(llm, [x.arrival for x in work], let_in): pass
     return sent, max((s.metrics.finished_at or 0. for s in sent if s.metrics), default=llm.clock()) - start
