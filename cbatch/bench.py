@@ -19,7 +19,8 @@ from .preemption import Preempt
 from .prefix_caching import PrefixBlocks
 from .results import field_table, read_goodput, refuse_folders, run_results, write_record
 from .scheduler import Scheduler
-from .workloads import Workload, arrivals, get_workload, smaller
+from .traffic import get_workload
+from .workloads import Workload, arrivals, smaller
 
 # %% ../nbs/56_bench.ipynb #803d0aad
 def bench_throughput(

@@ -18,7 +18,8 @@ from .driving import drive
 from .peers import drive_url, run_generate, run_generate_batch, run_llama_cpp, served_model
 from .results import best_of, field_table, per_step_ms, resources, run_results, write_record
 from .trace import Trace
-from .workloads import Workload, get_workload, smaller
+from .traffic import get_workload
+from .workloads import Workload, smaller
 
 # %% ../nbs/55_contest.ipynb #39d959a9
 def steps_from(

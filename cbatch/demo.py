@@ -15,7 +15,7 @@ from .core import RequestOutput
 from .params import EngineConfig, SamplingParams
 from .metrics import Comparison, compare, e2e_s, summarize
 from .people import Person, crowd, let_in
-from .catalog import get_policy
+from .catalog import ALIASES, get_policy
 from .results import machine, refuse_folders, write_record
 from .screen import Live, Screen, fit_columns
 from .trace import Trace, written
@@ -41,9 +41,8 @@ def run_crowd(
 )->CrowdRun:
     "Serve the crowd under a policy, in view"
     from cbatch.llm import LLM
-    name = batching_name(policy)
     with LLM(model, policy=policy, **config) as llm:
-        trace = llm.trace
+        trace, name = llm.trace, batching_name(llm.scheduler.policy.name)
         if trace is None: raise ValueError("trace=False: the screen shows what the trace has; leave it on")
         opened = llm.clock()
         llm.clock = lambda: time.monotonic() - opened
@@ -162,7 +161,7 @@ def _serve_each(lm:Any, rules:dict[str, str], people:list[Person], live:bool, **
     "The crowd, once under each policy, with its rule above"
     runs = []
     for policy, rule in rules.items():
-        print(f'\n{batching_name(policy)}: {rule}', flush=True)
+        print(f'\n{batching_name(get_policy(policy).name)}: {rule}', flush=True)
         runs.append(run_crowd(lm, policy, people, live, **config))
     print()
     return runs
@@ -184,7 +183,7 @@ def demo_command(
 )->int:                              # exit code: 1 if answers differ that must not
     "Serve a mixed crowd on a real model by static and by continuous batching, and compare"
     people, began = crowd(seed, rate), time.monotonic()
-    rules = {p: get_policy(p).__doc__ or '' for p in policies.split(',')}
+    rules = {ALIASES.get(p, p): get_policy(p).__doc__ or '' for p in policies.split(',')}
     refuse_folders(report=report, trace=trace, record=record)
     sizes:dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                                 num_blocks=num_blocks)

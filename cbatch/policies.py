@@ -86,12 +86,12 @@ class Fair(Policy):
     name = 'fair'
     def __init__(self):
         self.held:Counter[str|None] = Counter()   # slots of each user
-        self.rank:dict[str, int] = {}             # of those who wait: slots of its user, and his requests before it
+        self.rank:dict[str, int] = {}             # of those who wait: slots of its user, and his own before it
         self.came = False                         # is the queue to be put in order again?
 
     def key(self, r:Request)->Any:
         self.came = True
-        return r.priority, self.rank.get(r.request_id, 0), r.age
+        return self.rank.get(r.request_id, 0), r.age
 
     def turns(self, s:Scheduler, plan:Plan)->Turns:
         "Who decodes; then prompts, those of users with few slots first, whether they run or wait"
@@ -113,7 +113,7 @@ def line_up(self:Fair, s:Scheduler):
     "Rank all who wait"
     self.held = Counter(r.user for r in s.running)
     ahead, self.rank = self.held.copy(), {}
-    for r in sorted(s.waiting, key=lambda r: r.age):
+    for r in sorted(s.waiting, key=lambda r: (r.priority, r.age)):
         self.rank[r.request_id] = ahead[r.user]
         ahead[r.user] += 1
     s.waiting.reorder()
@@ -124,8 +124,7 @@ def share(self:Fair, s:Scheduler, plan:Plan):
     self.line_up(s)
     first, (user, most), rests = s.waiting.peek(), (self.held.most_common(1) or [(None, 0)])[0], None
     if first and len(s.running) >= s.config.max_num_seqs and most >= self.held[first.user] + 2 and not plan.preempted:
-        mine = (r for r in s.running if r.user == user and r.priority >= first.priority)
-        rests = max(mine, key=lambda r: r.age, default=None)
+        rests = max((r for r in s.running if r.user == user), key=lambda r: (r.priority, r.age))
     if rests:
         s.pause(rests, plan, 'others have fewer slots')
         self.line_up(s)

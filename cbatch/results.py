@@ -94,7 +94,9 @@ def run_results(
     for k, xs in every.items(): d |= _spread(k, xs)
     lags = [s.lag_s for s in sent]
     d |= dict(mean_lag_ms=1000 * sum(lags) / max(1, len(lags)), max_lag_ms=1000 * max(lags, default=0.))
+    zero = min((s.metrics.arrival for s in sent if s.metrics), default=0.)
     return d | dict(input_lens=[s.input_len for s in sent], ttfts=every['ttft'], errors=[s.error or '' for s in sent],
+                    start_times=[s.metrics.arrival - zero if s.metrics else None for s in sent],
                     output_lens=[len(s.metrics.token_times) if s.metrics else 0 for s in sent],
                     itls=[itls_s(s.metrics) if s.metrics else [] for s in sent])
 

@@ -124,6 +124,13 @@ def test_missing_model_is_a_sentence(monkeypatch, capsys, tmp_path):
 
 # --- the demo
 
+def test_demo_under_other_names(demo, tmp_path, capsys):
+    "One by its alias, one from a file; a trace is named by what the policy calls itself"
+    (tmp_path/'mine.py').write_text('from cbatch.scheduler import Policy\nclass Mine(Policy): "My own"')
+    assert demo('--policies', 'fcfs,mine.py:Mine,vllm', '--trace', 't.jsonl') == 0
+    assert '\nMine: My own' in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.glob('t-*')) == ['t-Mine.jsonl', 't-continuous.jsonl']
+
 def test_demo_reports_saves_and_replays(demo, tmp_path, capsys):
     assert demo('--trace', 't.jsonl', '--record', 'd.json') == 0
     out = capsys.readouterr().out

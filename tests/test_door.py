@@ -292,7 +292,7 @@ def test_a_prompt_that_is_almost_one(tiny, prompt, says):
         'temperature'),
     (lambda: SamplingParams(logit_biass={}), 'logit_bias'), (lambda: EngineConfig(max_num_seq=8), 'max_num_seqs'),
     (lambda: EngineConfig(torch_dtype='auto'), 'mean dtype'), (lambda: LLM(None, max_batch_size=4), 'max_num_seqs'),
-    (lambda: LLM(None, policy='continuous'), 'that is vllm'), (lambda: get_policy('statik'), 'static'),
+    (lambda: LLM(None, policy='dynamik'), 'dynamic'), (lambda: get_policy('statik'), 'static'),
     (lambda: LLM(None, enforce_eager=True), 'cuda_graphs')])
 def test_a_wrong_name_meets_the_right_one(make, says):
     with pytest.raises(ParamError, match=f'(did you mean|: that is).*{says}|{says}'): make()

@@ -113,3 +113,50 @@ def test_over_http_a_user_or_an_address_is_a_client(tiny):
         assert len(w.llm.groups) == 6                               # none of those has ended meanwhile
         for s in greedy: s.close()
         w.rests()
+
+# --- a priority orders one's own requests, and takes nothing from others
+
+def with_priority(policy, mine, others=((0, 30),) * 8, slots=4):
+    "Who had tokens in each step; requests of `a` are (priority, tokens), then those of `b`"
+    s, steps = Scheduler(EngineConfig(max_num_seqs=slots), BlockManager(999, 4), policy), []
+    for i, (user, (priority, n)) in enumerate([*(('a', x) for x in mine), *(('b', x) for x in others)]):
+        s.add(Request(f'{user}{i}', [0] * 5, SamplingParams(), n, seq=i, user=user, priority=priority))
+    while s:
+        plan = s.schedule()
+        steps.append([x.request.request_id for x in plan.scheduled])
+        s.update(plan, StepOutput({x.request.request_id: [1] for x in plan.scheduled if x.rows}))
+        s.check()
+    return steps
+
+@pytest.mark.parametrize('urgent', [-1000, -1, 0, 1, 1000])
+def test_who_calls_himself_urgent_gets_no_more_slots(urgent):
+    steps = with_priority(Fair(), [(urgent, 30)] * 8)
+    assert all(slots_of(s) == dict(a=2, b=2) for s in steps[:100])
+
+def test_of_ones_own_the_urgent_first():
+    steps = with_priority(Fair(), [(0, 30), (0, 30), (5, 3), (-5, 3), (1, 3)])
+    begins = lambda i: next(k for k, s in enumerate(steps) if f'a{i}' in s)
+    assert begins(3) == 0 and begins(0) < begins(1) < begins(4) < begins(2)
+
+def test_the_least_urgent_of_the_heaviest_rests():
+    s = Scheduler(EngineConfig(max_num_seqs=3), BlockManager(99, 4), Fair())
+    def add(user, priority, i):
+        s.add(Request(f'{user}{i}', [0] * 5, SamplingParams(), 20, seq=i, user=user, priority=priority))
+    def step():
+        plan = s.schedule()
+        s.update(plan, StepOutput({x.request.request_id: [1] for x in plan.scheduled if x.rows}))
+        return plan
+    for i, p in enumerate([0, 3, 1]): add('a', p, i)
+    step()
+    add('b', 99, 3)
+    assert [r.request_id for r in step().paused] == ['a1']
+
+def test_over_http_urgent_is_no_way_past_others(tiny):
+    with web(tiny, engine=dict(policy='fair', max_num_seqs=2, check=False)) as w:
+        w.slow(.01)
+        greedy = [w.raw(max_tokens=400, user='greedy', priority=-1000) for _ in range(6)]
+        w.wait(lambda: w.server.engine.worker.desk.sent == 6)
+        assert w.complete(user='light', priority=1000).status == 200
+        assert len(w.llm.groups) == 6
+        for s in greedy: s.close()
+        w.rests()

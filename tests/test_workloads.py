@@ -1,9 +1,8 @@
-"Crowds: drawn ones are pinned, files are read by name, and a bad row is told with its line"
-import json, math
+"Crowds: drawn ones are pinned, and a piece of one says what was done to it"
+import math
 import numpy as np
 import pytest
-from cbatch.workloads import (WORKLOADS, Workload, WorkItem, arrivals, batch_steps, chat, get_workload, heavy,
-                              load_workload, w64, w256)
+from cbatch.workloads import Workload, WorkItem, arrivals, batch_steps, chat, heavy, w64, w256
 
 def test_w64_is_pinned():
     w = w64()
@@ -52,62 +51,29 @@ def test_slices_and_speeds_leave_the_original_alone():
     for bad in (lambda: w.at([1.]), lambda: w.faster(0), lambda: arrivals(2, -1)):
         with pytest.raises(ValueError): bad()
 
-AZURE = ('TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:59:59.9799600,48,10\r\n'
-         '2023-11-16 19:00:01.0000001,31,8')
-BURST = ('Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n'
-         '5,a,472,18,490,x\n45,a,10,0,10,x\n118,b,30,9,39,x\n')
-LATER = ('Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n'
-         '5,s,1,a,472,18,490,x\n45,s,1,a,10,0,10,x\n118,t,1,b,30,9,39,x\n')
-MOON = ''.join(json.dumps(x) + '\n' for x in (dict(timestamp=3000, input_length=600, output_length=5, hash_ids=[0, 9]),
-                                              dict(timestamp=6000, input_length=1024, output_length=3,
-                                                   hash_ids=[0, 4])))
+def bus(n=5, gap=10.): return Workload('bus', [WorkItem(3, [(str(i), 2 + i)], arrival=gap * i) for i in range(n)])
 
-def write(tmp_path, name, text): p = tmp_path/name; p.write_bytes(text.encode()); return p
+def test_a_stretch_of_time_keeps_its_clock():
+    w = bus().between(5, 30)
+    assert [x.arrival for x in w] == [5., 15.] and [x.prompt_len for x in w] == [3, 4]   # 30 itself is out
+    assert len(bus().between(100, 200)) == 0 and len(bus().between(0, math.inf)) == 5
+    for bad in ((3, 3), (4, 3), (math.nan, 3)):
+        with pytest.raises(ValueError, match='nobody can come'): bus().between(*bad)
 
-@pytest.mark.parametrize('name,text,lens,times,dropped', [
-    ('a.csv', AZURE, [(48, 10), (31, 8)], [0., 1.0200401], 0), ('b.csv', BURST, [(472, 18), (30, 9)], [0., 113.], 1),
-    ('b2.csv', LATER, [(472, 18), (30, 9)], [0., 113.], 1), ('m.jsonl', MOON, [(600, 5), (1024, 3)], [0., 3.], 0),
-    ('o.csv', '\ufeffprompt_len,output_len\n3,4\n', [(3, 4)], [0.], 0),
-    ('o.jsonl', '{"prompt_len": 3, "output_len": 4, "user": "ann"}\n\n', [(3, 4)], [0.], 0)])
-def test_files_are_read_by_column_name(tmp_path, name, text, lens, times, dropped):
-    w = load_workload(write(tmp_path, name, text))
-    assert [(x.prompt_len, x.output_len) for x in w] == lens and [x.arrival for x in w] == pytest.approx(times,
-        abs=1e-6) and w.num_dropped == dropped
-    assert w.name == name.split('.')[0]
+def test_a_rate_is_reached_and_bursts_stay():
+    w = Workload('x', [WorkItem(1, [('a', 1)], arrival=t) for t in (0., 0., 1., 7.)])
+    assert w.requests_per_s == pytest.approx(3 / 7)
+    fast = w.at_rate(6)
+    assert fast.requests_per_s == pytest.approx(6) and [x.arrival * 14 for x in fast] == pytest.approx([0, 0, 1, 7])
+    assert bus(1).requests_per_s == math.inf == bus(0).requests_per_s
+    for w in (bus(1), bus(0), bus().at([1.] * 5)):
+        with pytest.raises(ValueError, match='all come at once'): w.at_rate(2)
+    for bad in (0, -1, math.inf, 'x', None):
+        with pytest.raises(ValueError, match='requests_per_s'): bus().at_rate(bad)
 
-def test_pieces_of_mooncake_are_shared(tmp_path):
-    a, b = load_workload(write(tmp_path, 'm.jsonl', MOON))
-    assert a.prompt_ids(999)[:512] == b.prompt_ids(999)[:512] and a.prompt_ids(999)[512:] != b.prompt_ids(999)[512:600]
-    assert [x.session for x in load_workload(write(tmp_path, 'b.csv', LATER))] == ['s', 't']
-
-def test_part_of_a_file(tmp_path):
-    p = write(tmp_path, 'x.csv', 'arrival,prompt_len,output_len\n' + ''.join(f'{i},{i + 1},2\n' for i in range(9))
-              + 'bad,1,1\n')
-    w = load_workload(p, 2, 5)
-    # the bad row lies behind it
-    assert [x.prompt_len for x in w] == [3, 4, 5] and [x.arrival for x in w] == [0., 1., 2.]
-    with pytest.raises(ValueError, match="line 11: arrival: 'bad' is neither a number nor a date"): load_workload(p)
-
-@pytest.mark.parametrize('name,text,says', [
-    ('a.csv', 'prompt_len,output_len\n1,2\n1.5,2\n', "line 3: prompt_len: '1.5' is not a whole number from 1 up"),
-                                            ('a.csv', 'prompt_len,output_len\n0,2\n', 'line 2: prompt_len'),
-                                            ('a.csv', 'prompt_len,output_len\n1\n', 'line 2: output_len: None'),
-    ('a.csv', 'prompt_len,output_len\n1,-1\n', 'line 2: output_len'),
-                                            ('a.csv', 'tokens,output_len\n1,2\n',
-                                             'no column tells the prompt_len; has tokens, output_len'),
-                                            ('a.csv', 'arrival,prompt_len,output_len\nnan,1,1\n',
-                                             'line 2: arrival: .* finite'),
-    ('a.jsonl', '{"prompt_len": 1, "output_len": 1}\n[1]\n', 'line 2'),
-                                            ('a.jsonl', '{"prompt_len": 1, "output_len": 1}\n{oops\n',
-                                             'line 2: not JSON'), ('a.jsonl',
-                                                 '{"prompt_len": true, "output_len": "x"}\n', 'line 1: output_len'),
-    ('a.csv', '', 'no request'), ('a.csv', 'prompt_len,output_len\n', 'no request'),
-                                            ('a.csv', 'prompt_len,output_len\n5,0\n', 'no request'),
-                                            ('a.txt', 'x', 'give a .csv or a .jsonl')])
-def test_what_is_wrong_is_said(tmp_path, name, text, says):
-    with pytest.raises(ValueError, match=says): load_workload(write(tmp_path, name, text))
-
-def test_by_name(tmp_path):
-    assert [get_workload(n).name for n in WORKLOADS] == ['W64', 'W256', 'heavy', 'chat']
-    assert len(get_workload(str(write(tmp_path, 'a.csv', AZURE)))) == 2
-    with pytest.raises(ValueError, match='know w64, w256, heavy, chat'): get_workload('w65')
+def test_the_name_says_what_was_done():
+    w = bus().between(0, 35)[1:].faster(3).at_rate(2.5).shorter(7)
+    assert w.name == 'bus.between(0, 35)[1:].faster(3).at_rate(2.5).shorter(7)' and w.dropped == {'over 7 tokens': 1}
+    assert repr(w).endswith('left out: 1 (over 7 tokens)') and w.shorter(7).dropped == w.dropped
+    assert w.shorter(6).dropped == {'over 7 tokens': 1, 'over 6 tokens': 1} and w.shorter(6).num_dropped == 2
+    assert bus().at([0.] * 5).name == 'bus.at(...)' and not bus().dropped
