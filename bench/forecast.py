@@ -2,13 +2,14 @@
 
 Measures what steps cost on a crowd of its own, forecasts two other crowds at three loads each, serves them for real and
 writes both beside each other to bench/records/forecast.json. `chat`: lognormal prompts and answers, Poisson arrivals.
-`code`: long prompts, short answers, in bursts. A load is a share of what the forecast says the engine can do. The middle
-load of each is served twice: so far apart are two runs of the same. `bias` is what the cost says of the steps that
-really ran, against what they took: where it is large the machine was another one than while costs were measured, and
-`hindsight`, the same simulation with a cost that was fitted to that very run, says what error is left without that.
+`code`: long prompts, short answers, in bursts. A load is a share of what the forecast says the engine can do. The
+middle load of each is served twice: so far apart are two runs of the same.
 
---cpu counts CPU seconds of this process, on one thread, for a machine that others use too; waiting takes no time then.
---quick is small, on a random model, and writes no record. --speed simulates an hour of traffic and nothing else."""
+`bias` is what the cost says of the steps that really ran, against what they took: where it is large, the machine was
+another one than while costs were measured. `hindsight` is the error of the same simulation with a cost that was fitted
+to that very run. --cpu counts CPU seconds of this process, on one thread, for a machine that others use too; waiting
+takes no time then. --quick is small, on a random model, and writes no record unless --record names one. --speed
+simulates an hour of traffic and nothing else."""
 import argparse, os, time
 from pathlib import Path
 from cbatch import LLM, load_model, tiny_lm
@@ -112,12 +113,12 @@ def hour(a:argparse.Namespace)->dict:
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--quick', action='store_true', help='small, on a random model; writes no record')
+    p.add_argument('--quick', action='store_true', help='small, on a random model')
     p.add_argument('--speed', action='store_true', help='only simulate an hour')
     p.add_argument('--cpu', action='store_true', help='CPU seconds on one thread')
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--seconds', type=float, default=28., help='that people of a run come for')
-    p.add_argument('--record', default=str(OUT))
+    p.add_argument('--record', help=f'where to write; {OUT} unless quick')
     a = p.parse_args()
     a.short, a.config = (4, dict(CONFIG, max_num_batched_tokens=64)) if a.quick else (1, CONFIG)
     if a.speed: return hour(a)
@@ -131,7 +132,8 @@ def main():
         for kind, load, rate, work in crowds(cost, llm, a):
             for k in range(2 if load == LOADS[1] else 1):
                 runs.append(compare(llm, work, cost, a, kind=kind, load=load, rate=rate, run=k))
-    facts = dict(machine=start, seed=a.seed, clock='cpu' if a.cpu else 'wall', config=a.config, cost=cost.to_dict(), points=points[::2], runs=runs)
-    if not a.quick: write_record(a.record, **facts, hour=hour(a))
+    facts = dict(machine=start, seed=a.seed, clock='cpu' if a.cpu else 'wall', config=a.config, cost=cost.to_dict(),
+                 points=points[::2], runs=runs)
+    write_record(a.record or (None if a.quick else OUT), **facts, hour=hour(a))
 
 if __name__ == '__main__': main()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FEATURES', 'Features', 'features', 'step_seconds', 'least_squares', 'Cost']
 
-# %% ../nbs/49_cost.ipynb #023f94bd
+# %% ../nbs/49_cost.ipynb #ae26b710
 import json, math
 import numpy as np
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ from fastcore.basics import patch
 from .core import Plan, StepRecord
 from .trace import written
 
-# %% ../nbs/49_cost.ipynb #e9ecab0c
+# %% ../nbs/49_cost.ipynb #9b69ce5a
 class Features(NamedTuple):
     "What there is to pay for in a step"
-    steps:float=1            # the step itself
+    steps:float=1            # the step itself, if anything is computed
     decode_rows:float=0      # shares of one token, and padding of one
     prefill_rows:float=0     # tokens of longer shares, and of longer padding
     decode_context:float=0   # tokens that the rows of the first kind attend to
@@ -39,9 +39,9 @@ def features(
     for n, end in shares:      # the last row attends to `end` tokens, the one before it to one less
         if n == 1: rows += 1; context += end
         else: long_rows += n; long_context += n * end - n * (n - 1) // 2
-    return Features(1, rows, long_rows, context, long_context)
+    return Features(int(bool(shares)), rows, long_rows, context, long_context)
 
-# %% ../nbs/49_cost.ipynb #d4e875f2
+# %% ../nbs/49_cost.ipynb #30945eea
 def step_seconds(
     records:Iterable[StepRecord], # in order
 )->list[float]:
@@ -55,7 +55,7 @@ def step_seconds(
         before = r
     return took
 
-# %% ../nbs/49_cost.ipynb #2cad67a8
+# %% ../nbs/49_cost.ipynb #f7a15362
 def least_squares(
     X:np.ndarray, y:np.ndarray, # [n, k], [n]
 )->np.ndarray:                  # [k]
@@ -72,7 +72,7 @@ def least_squares(
             best[on] = w
     return best / scale
 
-# %% ../nbs/49_cost.ipynb #3dec2f1b
+# %% ../nbs/49_cost.ipynb #0a50266f
 class _Fit(NamedTuple):
     each:np.ndarray      # s for one of each
     left_out:int         # steps that took more than three times what they should
@@ -87,7 +87,7 @@ def _fit(X:np.ndarray, y:np.ndarray)->_Fit:
         kept = y < 3 * guess
     return _Fit(w, int((~kept).sum()), float(y[~kept].sum() / y.sum()))
 
-# %% ../nbs/49_cost.ipynb #d8663cee
+# %% ../nbs/49_cost.ipynb #7179a88f
 _FACTS = 'machine', 'model', 'dtype', 'seed'
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def _place(s:dict[str, Any])->str:
     return f"{s['records']} steps of {s['model']} in {s['dtype']}, seed {s['seed']}, on {where}, {versions}"
 
 def _wrong(e:dict[str, float])->str:
-    return f"wrong on steps held out by {e['mean']:.1%} in the mean, {e['p95']:.1%} at p95, {e['run']:+.1%} all together"
+    return f"wrong on steps held out by {e['mean']:.1%} in the mean, {e['p95']:.1%} at p95, {e['run']:+.1%} in all"
 
-# %% ../nbs/49_cost.ipynb #991bdde1
+# %% ../nbs/49_cost.ipynb #97e8bf76
 _BLOCK, _FEWEST = 10, 40
 
 @patch(cls_method=True)
@@ -147,7 +147,7 @@ def fit(cls:Cost,
     facts = dict(records=len(y), held_out=int(held.sum()), left_out=fit.left_out, left_out_share=fit.left_out_share)
     return cls(Features(*fit.each.tolist()), error, {**source, **facts})
 
-# %% ../nbs/49_cost.ipynb #c23b3d08
+# %% ../nbs/49_cost.ipynb #ae1b0337
 _VERSION = 1
 
 @patch
@@ -165,7 +165,7 @@ def _numbers(d:Any, names:Sequence[str], lo:float)->bool:
 def from_dict(cls:Cost, d:Any)->Cost:
     "From `to_dict`; `ValueError` for anything else"
     if not isinstance(d, dict) or d.get('cbatch_cost') != _VERSION: raise ValueError(f"no version {_VERSION}")
-    each, error, source = (d.get(k) for k in ('coefficients', 'error', 'source'))
+    each, error, source = d.get('coefficients') or {}, d.get('error'), d.get('source')
     if not _numbers(each, FEATURES, 0):
         raise ValueError(f"coefficients {each!r:.80}: must be {', '.join(FEATURES)}, each a number from 0 up")
     if error is None and source is None: return cls(Features(**each))
@@ -175,7 +175,7 @@ def from_dict(cls:Cost, d:Any)->Cost:
         raise ValueError(f"error {error!r:.80}: must be mean, p95 and run, each a number")
     return cls(Features(**each), error, source)
 
-# %% ../nbs/49_cost.ipynb #5f56acba
+# %% ../nbs/49_cost.ipynb #3e4b9bd8
 @patch
 def to_json(self:Cost, path:str|Path):
     "Write it to a file"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Served', 'serve_on', 'simulate']
 
-# %% ../nbs/50_simulator.ipynb #aa50053b
+# %% ../nbs/50_simulator.ipynb #910009fa
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from .scheduler import Policy
 from .trace import Trace
 from .workloads import Workload
 
-# %% ../nbs/50_simulator.ipynb #7dfc8abc
+# %% ../nbs/50_simulator.ipynb #19ff2a82
 class _NoModel:
     "What an engine asks of a model, where nobody computes it"
     name, tokenizer, eos_ids, device, max_len = 'no model', None, frozenset[int](), 'cpu', 2 ** 31
@@ -40,7 +40,7 @@ class _NoRunner:
         token = self.token
         return StepOutput({r.request_id: token for r, _, _, _, rows in plan.scheduled if rows})
 
-# %% ../nbs/50_simulator.ipynb #20c198da
+# %% ../nbs/50_simulator.ipynb #c0c21f88
 @dataclass
 class Served:
     "A workload that was served, by an engine or by a simulation"
@@ -81,7 +81,7 @@ def serve_on(
     finally: own, llm.counters = llm.counters, _sum(before, llm.counters)
     return Served(sent, took, llm.trace, own, llm.config, llm.scheduler.policy.name, first_step=first)
 
-# %% ../nbs/50_simulator.ipynb #fdea8178
+# %% ../nbs/50_simulator.ipynb #d96c6b9f
 @contextmanager
 def _undistracted()->Iterator[None]:
     "The garbage collector rests"
@@ -102,7 +102,7 @@ def simulate(
 )->Served:
     "Serve a workload by an engine without a model, on a clock that a cost moves; `ParamError` as an engine has it"
     for k in ('kv_cache_mb', 'swap_mb'):
-        if config.get(k) is not None: raise ParamError(k, f"{k}={config[k]!r}: without a model, give num_blocks instead")
+        if config.get(k) is not None: raise ParamError(k, f"{k}={config[k]!r}: no model, no bytes: give num_blocks")
     c = replace(EngineConfig(**config, policy=policy, trace=trace), warmup=False)
     longest = c.max_model_len or max((x.prompt_len + x.output_len for x in work), default=1)
     model:Any = _NoModel(vocab_size)
