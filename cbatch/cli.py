@@ -15,6 +15,7 @@ from threading import current_thread, main_thread
 from typing import Any, Callable, get_args
 from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
+from .capacity import capacity_command
 from .demo import demo_command, replay_command
 from .catalog import get_policy
 
@@ -109,6 +110,7 @@ def serve_command(
 # %% ../nbs/65_cli.ipynb #be6c22a1
 COMMANDS:dict[str, Callable[..., int]] = {
     'demo': demo_command, 'replay': replay_command, 'serve': serve_command,
+    'capacity': capacity_command,
     'bench throughput': bench_throughput, 'bench serve': bench_serve, 'bench scheduler': bench_scheduler}
 
 def help_text(
