@@ -4,7 +4,8 @@ Four sweeps by the simulator, with the cost that comes with the package unless a
 budget: tokens a step against TTFT and ITL, where long prompts come beside people who are being answered;
 pool: blocks against goodput, by policy;  knee: the rate against p99 latencies;
 spread: how unlike the answers are against what an open batch gains over a closed one, and the same as measured on
-SmolLM2, from the records of `bench/throughput.py`. Writes bench/records/sweeps.json; --quick is small and writes none."""
+SmolLM2, from the records of `bench/throughput.py`. Writes bench/records/sweeps.json; --quick is small and writes
+none."""
 import argparse, json, time
 from pathlib import Path
 from cbatch.capacity import capacity, try_rate
@@ -54,7 +55,7 @@ def knee(cost:Cost, n:int, seed:int)->dict:
     top = pace(work, cost)
     trials = [try_rate(work, top * k / 12, SLOS, serve) for k in range(1, 16)]
     return dict(capacity=found.rate, crowd_rate=top,
-                rows=[dict(rate=t.rate, ttft_p99_s=t.ttft_p99_s, itl_p99_s=t.itl_p99_s, keeps_up=t.keeps_up) for t in trials])
+                rows=[dict(rate=t.rate, ttft_p99_s=t.ttft_p99_s, keeps_up=t.keeps_up) for t in trials])
 
 def gain(work:Workload, cost:Cost)->float:
     "How many times as long a closed batch takes, with everybody there from the start"

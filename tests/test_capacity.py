@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cbatch.capacity import (Capacity, Check, Trial, basis, bracket, capacity, capacity_command, confirm, frontier,
-                             keeps_up, rate_of, told, try_rate, twice)
+from cbatch.capacity import (Capacity, Check, Trial, basis, bracket, capacity, capacity_command, confirm, capacities,
+                             keeps_up, rate_of, in_words, try_rate, twice)
 from cbatch.cli import main
 from cbatch.core import RequestMetrics
 from cbatch.cost import Cost
@@ -65,8 +65,8 @@ def test_a_short_wait_for_all_is_not_taken_for_a_queue_that_grows():
     "Everybody waits for half a gap: a closed door that opens regularly"
     sent = [Outcome(1, RequestMetrics(t, t + .5, [t + .6], t + .6)) for t in range(40)]
     assert keeps_up(sent)
-    packs = [Outcome(1, RequestMetrics(t, 10 * (t // 10 + 1), [10 * (t // 10 + 2)], 10 * (t // 10 + 2))) for t in range(80)]
-    assert keeps_up([replace(s) for s in packs])
+    doors = [(t, 10 * (t // 10 + 1)) for t in range(80)]
+    assert keeps_up([Outcome(1, RequestMetrics(t, door, [door + 10], door + 10)) for t, door in doors])
 
 def test_nobody_waits_and_still_more_and_more_are_there():
     stays = lambda s: [Outcome(1, RequestMetrics(float(t), float(t), [t + s], t + s)) for t in range(40)]
@@ -96,8 +96,8 @@ def test_one_slot_holds_one_over_its_service():
     assert c.rate == pytest.approx(.2, rel=.02) and c.at.e2e_s == pytest.approx(5., abs=.6)
     loose = capacity(work, dict(e2el=1e7), cost=cost, max_num_seqs=1, tolerance=.01)
     assert loose.rate == pytest.approx(.2, rel=.04)            # the queue is what stops it
-    assert loose.above.attainment == 1. and not loose.above.keeps_up and 'the queue grows' in told(loose)
-    assert 'the queue' in repr(frontier(work, dict(e2el=1e7), cost=cost, tolerance=.1, max_num_seqs=[1]))
+    assert loose.above.attainment == 1. and not loose.above.keeps_up and 'the queue grows' in in_words(loose)
+    assert 'the queue' in repr(capacities(work, dict(e2el=1e7), cost=cost, tolerance=.1, max_num_seqs=[1]))
 
 def test_twice_the_slots_hold_twice_the_rate_if_steps_cost_the_same():
     work, cost = equal(80), Cost.stated(1., 0.)
@@ -125,20 +125,20 @@ def test_both_ends_of_the_answer_are_what_they_say():
 def test_a_promise_that_nobody_can_keep():
     c = capacity(equal(12), dict(ttft=5.), cost=COST)
     assert c.at is None and c.rate == 0 == c.users(20.) and c.alone.attainment == 0. and len(c.trials) == 1
-    assert 'No rate is low enough: even with the machine to itself 0.0 % of 12' in told(c)
+    assert 'No rate is low enough: even with the machine to itself 0.0 % of 12' in in_words(c)
 
 def test_a_request_that_can_never_be_served_is_named():
     c = capacity(equal(12), dict(ttft=1e6), cost=COST, num_blocks=1, block_size=4)
-    assert c.at is None and 'the first that failed' in told(c) and c.alone.error
+    assert c.at is None and 'the first that failed' in in_words(c) and c.alone.error
 
 def test_bursts_at_one_instant_stay_together_at_any_rate():
     work = equal(24).at([float(i // 8) for i in range(24)])
     c = capacity(work, dict(e2el=200.), cost=COST, max_num_seqs=1)
-    assert c.at is None and c.alone.attainment == 1. and 'even at ' in told(c)
+    assert c.at is None and c.alone.attainment == 1. and 'even at ' in in_words(c)
 
 def test_a_limit_that_is_never_reached_is_said():
     c = Capacity('vllm', {}, 3, dict(ttft=9.), .9, COST, Trial(2., 1., {}, True, 5., 1., 1.), None, [])
-    assert 'too short to tell' in told(c) and c.again == []
+    assert 'too short to tell' in in_words(c) and c.again == []
 
 def test_a_second_knee_is_named(monkeypatch):
     held = lambda rate: rate <= 4 or 4.9 < rate < 5.3
@@ -146,7 +146,7 @@ def test_a_second_knee_is_named(monkeypatch):
     monkeypatch.setattr('cbatch.capacity.try_rate', fake)
     c = capacity(equal(9), dict(ttft=9.), cost=COST)
     assert c.at.rate <= 4 < c.above.rate and [4.9 < t.rate < 5.3 for t in c.again] == [True] * len(c.again) != []
-    assert 'well again at' in told(c)
+    assert 'well again at' in in_words(c)
 
 # --- people
 
@@ -154,7 +154,8 @@ def test_little_by_hand():
     t = Trial(1.5, .95, dict(ttft=.95), True, 6., 1., 1.)
     c = Capacity('vllm', {}, 40, dict(ttft=2000.), .95, COST, t, replace(t, rate=1.52, attainment=.9), [t])
     assert (c.users(), c.users(30.)) == (9., 54.)
-    assert '1.5/s x (6 s for an answer + 30 s to think) = 54.0 users' in told(c, 30.) and 'At 1.52/s 90.0 %' in told(c)
+    said = in_words(c, 30.)
+    assert '1.5/s x (6 s for an answer + 30 s to think) = 54.0 users' in said and 'At 1.52/s 90.0 %' in said
 
 def test_little_holds_in_the_run_itself():
     "Mean number of people there = rate x mean time, over a time in which all come and go"
@@ -168,12 +169,14 @@ def test_little_holds_in_the_run_itself():
 
 def test_frontier_is_capacity_of_each():
     work = drawn('x', 24, mean_out=10, mean_in=30, seed=1).at(arrivals(24, 1., seed=1))
-    f = frontier(work, dict(ttft=500.), ['vllm', 'static'], cost=COST, tolerance=.2, max_num_seqs=[1, 4])
-    assert [(c.policy, c.config['max_num_seqs']) for c in f.rows] == [(p, n) for p in ('vllm', 'static') for n in (1, 4)]
+    f = capacities(work, dict(ttft=500.), ['vllm', 'static'], cost=COST, tolerance=.2, max_num_seqs=[1, 4])
+    each = [(p, n) for p in ('vllm', 'static') for n in (1, 4)]
+    assert [(c.policy, c.config['max_num_seqs']) for c in f.rows] == each
     assert f.rows[1] == capacity(work, dict(ttft=500.), cost=COST, tolerance=.2, max_num_seqs=4)
     assert f.best.rate == max(c.rate for c in f.rows) and len({len(l) for l in repr(f).splitlines()}) == 1
 
-@pytest.mark.parametrize('true,confirmed', [(1., True), (.95, True), (1.3, False), (1.15, False), (.8, False), (.3, False)])
+@pytest.mark.parametrize('true,confirmed', [(1., True), (.95, True), (1.3, False), (1.15, False), (.8, False),
+                                            (.3, False)])
 def test_an_engine_confirms_what_is_true(true, confirmed):
     t = Trial(1., 1., {}, True, 1., 1., 1.)
     found = Capacity('vllm', {}, 60, dict(e2el=1e9), .95, COST, t, None, [t])
@@ -196,15 +199,18 @@ def test_the_command_forecasts_and_records(log, tmp_path, capsys):
     assert main([*args, '--record', str(tmp_path/'r.json')]) == 0
     out, rec = capsys.readouterr().out, json.loads((tmp_path/'r.json').read_text())
     assert 'a cost that nobody measured' in out and '7 s to think' in out and 'requests/s' in out
-    assert [(r['policy'], r['config']['num_blocks']) for r in rec['rows']] == [(p, n) for p in ('vllm', 'static') for n in (8, 64)]
+    each = [(p, n) for p in ('vllm', 'static') for n in (8, 64)]
+    assert [(r['policy'], r['config']['num_blocks']) for r in rec['rows']] == each
     for r in rec['rows']:
         if r['at']: assert r['users'] == pytest.approx(r['at']['rate'] * (r['at']['e2e_s'] + 7), rel=1e-4)
 
 @pytest.mark.parametrize('more,said', [
     (['--slo', 'ttft=3'], 'ttft:2000'), (['--slo', 'speed:3'], 'speed'), (['--slo', ''], '--slo is empty'),
-    (['--policies', 'vlm'], 'vllm'), (['--num-blocks', '8,x'], '--num-blocks 8,x'), (['--max-num-seqs', '0'], '--max-num-seqs 0'),
+    (['--policies', 'vlm'], 'vllm'), (['--num-blocks', '8,x'], '--num-blocks 8,x'),
+    (['--max-num-seqs', '0'], '--max-num-seqs 0'),
     (['--target', '1.5'], 'target=1.5'), (['--think', '-1'], 'think=-1'), (['--tolerance', '0'], 'tolerance=0'),
-    (['--num-prompts', '1'], '--num-prompts 1'), (['--cost', '/no/file'], '/no/file'), (['--record', '/no/such/r.json'], 'no folder'),
+    (['--num-prompts', '1'], '--num-prompts 1'), (['--cost', '/no/file'], '/no/file'),
+    (['--record', '/no/such/r.json'], 'no folder'),
     (['--save-cost', '/no/such/c.json'], 'no folder')])
 def test_the_command_says_what_is_wrong(log, more, said, capsys):
     assert main(['capacity', log, *more]) == 2
