@@ -137,7 +137,7 @@ class Capacity:
         "How many people that is, by Little's law, if they think so long between an answer and the next question"
         return self.at.rate * (self.at.e2e_s + think_s) if self.at else 0.
 
-# %% ../nbs/63_capacity.ipynb #e46ab820
+# %% ../nbs/63_capacity.ipynb #7fa91d39
 def _share(x:float)->str: return f'{100 * x:.1f} %'
 
 def in_words(
@@ -153,7 +153,7 @@ def in_words(
         return f'No rate is low enough: even {how} {_share(t.attainment)} of {c.num_requests} met {limits}{why}.'
     t, up = c.at, c.above
     words = [f'{t.rate:.3g} requests/s: {_share(t.attainment)} of {c.num_requests} met {limits}.']
-    if up is None: words.append('No rate that was tried is too high; this trace is too short to tell: give a longer one.')
+    if up is None: words.append('No rate that was tried is too high: this trace is too short to tell.')
     else:
         grows = ', and the queue grows' + ', which so short a trace does not let feel' * (up.attainment >= c.target)
         words.append(f'At {at(up)} {_share(up.attainment)}{grows * (not up.keeps_up)}.')

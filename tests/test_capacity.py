@@ -1,17 +1,17 @@
 "How many users: answers that can be worked out by hand, endings that must be said, and the rule of the queue."
-import json, math
+import json
 from dataclasses import replace
 
 import pytest
 
-from cbatch.capacity import (Capacity, Check, Trial, basis, bracket, capacity, capacity_command, confirm, capacities,
-                             keeps_up, rate_of, in_words, try_rate, twice)
+from cbatch.capacity import (Capacity, Trial, basis, bracket, capacities, capacity, confirm, in_words,
+                             keeps_up, rate_of, try_rate, twice)
 from cbatch.cli import main
 from cbatch.core import RequestMetrics
 from cbatch.cost import Cost
 from cbatch.driving import Outcome
-from cbatch.engine import EngineCounters
-from cbatch.params import EngineConfig, ParamError
+from cbatch.metrics import EngineCounters
+from cbatch.params import EngineConfig
 from cbatch.simulator import Served, simulate
 from cbatch.workloads import WorkItem, Workload, arrivals, drawn
 
@@ -52,6 +52,15 @@ def test_the_second_time_finds_nothing_in_the_cache_of_the_first():
 def test_what_has_no_rate_is_refused(work):
     with pytest.raises(ValueError, match='no rate'): rate_of(work)
     with pytest.raises(ValueError, match='no rate'): capacity(work, dict(ttft=100.), cost=COST)
+
+def test_only_the_second_time_counts():
+    "Nobody is served the first time: the machine warms up, and it is not looked at"
+    def serve(work):
+        served = one_slot(.1)(work)
+        for s in served.sent[:30]: s.metrics = RequestMetrics(s.metrics.arrival, 0., [500.], 500.)
+        return served
+    t = try_rate(equal(30), 1., dict(e2el=1000.), serve)
+    assert t.attainment == 1. and t.e2e_s == pytest.approx(.1)
 
 # --- the queue
 
