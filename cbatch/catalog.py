@@ -14,11 +14,13 @@ from .core import in_words
 from .params import ParamError, near
 from .policies import Dynamic, Fair, Static
 from .queues import MLFQ, SJF, VTC, Priority
+from .schemes import TGI, VLLM0, MaxUtilization, Nano, NoEvict, Orca, Sarathi, SGLang
 from .scheduler import Policy
 
 # %% ../nbs/24_catalog.ipynb #d8da0811
 POLICIES:dict[str, type[Policy]] = dict(
     vllm=Policy, static=Static, dynamic=Dynamic, fair=Fair, sjf=SJF, priority=Priority, vtc=VTC, mlfq=MLFQ)
+POLICIES |= {p.name: p for p in (Orca, TGI, NoEvict, MaxUtilization, VLLM0, Nano, Sarathi, SGLang)}
 ALIASES = dict(continuous='vllm', fcfs='vllm')       # what others call them: what they are called here
 
 def _named(name:str)->type[Policy]|None: return POLICIES.get(ALIASES.get(name, name))

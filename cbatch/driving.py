@@ -13,10 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Callable, Iterator
 from .core import Plan, RequestMetrics, RequestOutput, StepOutput
 from .params import SamplingParams
-from .reports import Draft
 from .scheduler import STUCK
 from .workloads import Workload
-if TYPE_CHECKING: from cbatch.engine import Engine
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+    from cbatch.reports import Draft
 
 # %% ../nbs/48_driving.ipynb #6cfa0363
 class VirtualClock:
@@ -75,7 +76,7 @@ class Outcome:
     lag_s:float = 0.                    # sent so much later than planned
     output_ids:list[int]|None = None    # if they are known
 
-def _keep(s:Outcome, draft:Draft):
+def _keep(s:Outcome, draft:'Draft'):
     "What became of a request, once it has ended; a report that nobody reads is not written out"
     if not draft.finished: return
     o = draft.output()

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'TABLE_CSS', 'FRONTIERS', 'Lab', 'frontier', 'part', 'window']
 
-# %% ../nbs/61_lab_page.ipynb #1122394f
+# %% ../nbs/61_lab_page.ipynb #6051be13
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from fastcore.basics import patch
-from .measures import MEASURES, best, text_table, unbeaten
+from .measures import MEASURES, Measure, best, text_table, unbeaten
 from .trace import Trace
 if TYPE_CHECKING: from matplotlib.axes import Axes
 
-# %% ../nbs/61_lab_page.ipynb #f840e9e2
+# %% ../nbs/61_lab_page.ipynb #a5403673
 COLUMNS = ('tokens_per_s', 'hol_s', 'wait_mean_s', 'ttft_p95_s', 'itl_p99_s', 'e2e_p95_s', 'slo_attainment',
            'num_preemptions', 'num_recomputed', 'fairness_gap', 'kv_waste')
 
@@ -40,9 +40,9 @@ class Lab:
 
     def __repr__(self)->str: return f'{self.work}\n{self.how}\n\n{text_table(self.rows, self.columns(COLUMNS))}'
 
-# %% ../nbs/61_lab_page.ipynb #7b0f60ee
+# %% ../nbs/61_lab_page.ipynb #e2c52459
 @patch
-def _repr_html_(self:Lab)->str:
+def table(self:Lab)->str: # HTML
     "The whole table; definitions stand behind it, and appear over the heads"
     ms = [MEASURES[k] for k in self.columns(MEASURES)]
     won = {m.key: best(self.rows, m.key) for m in ms}
@@ -51,9 +51,12 @@ def _repr_html_(self:Lab)->str:
     body = ''.join(f'<tr><th>{escape(name)}</th>{"".join(cell(name, m) for m in ms)}</tr>' for name in self.rows)
     limits = ', '.join(f'{k} {v:g} ms' for k, v in self.slos.items()) or 'none'
     terms = ''.join(f'<dt>{escape(m.name)}</dt><dd>{escape(m.what)}</dd>' for m in ms)
-    return (f'<style>{TABLE_CSS}</style><div class="lab"><p>{escape(self.work)}<br>{escape(self.how)}</p>'
-            f'<div class="wide"><table><tr><th>policy</th>{head}</tr>{body}</table></div>'
-            f'<details><summary>What these are (limits: {escape(limits)})</summary><dl>{terms}</dl></details></div>')
+    rows = f'<tr><th>policy</th>{head}</tr>{body}'
+    return (f'<style>{TABLE_CSS}</style><div class="lab"><div class="wide"><table>{rows}</table></div><details>'
+            f'<summary>What these are (limits: {escape(limits)})</summary><dl>{terms}</dl></details></div>')
+
+@patch
+def _repr_html_(self:Lab)->str: return f'<p>{escape(self.work)}<br>{escape(self.how)}</p>{self.table()}'
 
 TABLE_CSS = """
 .lab .wide{overflow-x:auto} .lab table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:12.5px}
@@ -66,28 +69,39 @@ TABLE_CSS = """
 @media(prefers-color-scheme:dark){.lab .best{color:#56B4E9}}
 """
 
-# %% ../nbs/61_lab_page.ipynb #113f83af
+# %% ../nbs/61_lab_page.ipynb #4eabb3ba
 _PLACES = [(r * dx, r * dy) for r in (7, 16, 27, 40, 55) for dx, dy in
            ((1, 0), (-1, 0), (.7, .7), (.7, -.7), (-.7, .7), (-.7, -.7), (0, 1), (0, -1))]
+
+def _scale(ax:'Axes', side:str, m:Measure, xs:Sequence[float]):
+    "Say what an axis has; what lies far apart is shown by factors"
+    far = 0 < 4 * min(xs) < max(xs)
+    if far: ax.set(**{f'{side}scale': 'log'})
+    number = lambda x, _=None: f'{100 * x:.3g}%' if m.form[-1] == '%' else f'{x:.4g}'
+    axis = getattr(ax, f'{side}axis')
+    axis.set_major_formatter(number)
+    if far: axis.set_minor_formatter(lambda x, _: number(x) if str(f'{x:e}')[0] in '25' else '')
+    axis.set_label_text(f"{m.name}: {'more' if m.better > 0 else 'less'} is better{', by factors' * far}")
 
 def _labels(ax:'Axes', points:dict[tuple[float, float], str], size:float):
     "Write beside each point what it is, where there is most room"
     at = {xy: ax.transData.transform(xy) * 72 / ax.figure.dpi for xy in points}
-    frame, taken = ax.bbox.extents * 72 / ax.figure.dpi, [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
-    def box(xy, dx, dy, text):
-        w, x, y = len(text) * size * .56, at[xy][0] + dx, at[xy][1] + dy
-        left = x - w * (dx < -1) - w / 2 * (abs(dx) <= 1)
+    frame = [e * 72 / ax.figure.dpi for e in ax.bbox.extents]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+    def box(xy, d, text):
+        w, x, y = len(text) * size * .56, at[xy][0] + d[0], at[xy][1] + d[1]
+        left = x - w * (d[0] < -1) - w / 2 * (abs(d[0]) <= 1)
         return left, y - size * .6, left + w, y + size * .6
     def cover(a, b): return max(0., min(a[2], b[2]) - max(a[0], b[0])) * max(0., min(a[3], b[3]) - max(a[1], b[1]))
     def cost(b): return sum(cover(b, t) for t in taken) + (b[2] - b[0]) * size * 1.2 - cover(b, frame)
     for xy, text in sorted(points.items(), key=lambda p: -at[p[0]][1]):
-        dx, dy = min(_PLACES, key=lambda d: (round(cost(box(xy, *d, text))), d[0] ** 2 + d[1] ** 2))
-        taken.append(box(xy, dx, dy, text))
+        dx, dy = min(_PLACES, key=lambda d: (round(cost(box(xy, d, text))), d[0] ** 2 + d[1] ** 2))
+        taken.append(box(xy, (dx, dy), text))
         ha = 'right' if dx < -1 else 'left' if dx > 1 else 'center'
         line = dict(arrowstyle='-', color='#9CA3AF', lw=.6, shrinkA=0, shrinkB=3) if dx * dx + dy * dy > 64 else None
         ax.annotate(text, xy, (dx, dy), textcoords='offset points', ha=ha, va='center', fontsize=size, arrowprops=line)
 
-# %% ../nbs/61_lab_page.ipynb #ada0782e
+# %% ../nbs/61_lab_page.ipynb #be0e4fc9
 def frontier(
     lab:Lab,
     x:str, y:str,      # keys of `MEASURES`
@@ -97,7 +111,7 @@ def frontier(
     "Every policy a point, a line through those that nobody beats in both"
     from matplotlib.figure import Figure
     from cbatch.views import COLORS
-    if ax is None: ax = Figure(figsize=(6.4, 4.2), layout='constrained').subplots()
+    if ax is None: ax = Figure(figsize=(5.6, 3.9), layout='constrained').subplots()
     points = {p: (row[x], row[y]) for p, row in lab.rows.items() if None not in (row.get(x), row.get(y))}
     line, names = unbeaten(points, (MEASURES[x].better, MEASURES[y].better)), dict[tuple[float, float], str]()
     for p, (a, b) in points.items():
@@ -106,17 +120,15 @@ def frontier(
     ax.plot(*zip(*(points[p] for p in line)), 'o-', color=COLORS['decode'], lw=1, ms=6, zorder=3)
     rest = [points[p] for p in points if p not in line]
     if rest: ax.plot(*zip(*rest), 'o', color='#9CA3AF', ms=6)
-    ax.margins(.12)
-    for set_label, k in ((ax.set_xlabel, x), (ax.set_ylabel, y)):
-        m = MEASURES[k]
-        set_label(f"{m.name}: {'more' if m.better > 0 else 'less'} is better")
+    ax.margins(.14)
+    for side, k, xs in zip('xy', (x, y), zip(*points.values())): _scale(ax, side, MEASURES[k], xs)
     ax.set_title(title, loc='left', fontsize=11)
     ax.spines[['top', 'right']].set_visible(False)
-    ax.figure.draw_without_rendering()
-    _labels(ax, {xy: text if len(text) < 40 else text[:38] + '...' for xy, text in names.items()}, 8)
+    cast(Any, ax.figure).draw_without_rendering()
+    _labels(ax, {xy: text if len(text) < 40 else text[:38] + '...' for xy, text in names.items()}, 8.5)
     return ax
 
-# %% ../nbs/61_lab_page.ipynb #309e33fb
+# %% ../nbs/61_lab_page.ipynb #4d5eff18
 def part(
     trace:Trace,
     first:int,          # number of the first step
@@ -144,7 +156,7 @@ def window(
         cut[name] = t if len(recs) <= most else part(t, recs[lo].step, recs[lo].step + most)
     return cut
 
-# %% ../nbs/61_lab_page.ipynb #2fc96ecc
+# %% ../nbs/61_lab_page.ipynb #a694dab9
 def _stories(trace:Trace, row:dict[str, Any], most:int=100)->str:
     "Why each request of some steps waited, those who waited most for nothing first"
     hol = row.get('hol_by') or {}
@@ -158,19 +170,19 @@ def _stories(trace:Trace, row:dict[str, Any], most:int=100)->str:
 def _svg(ax:'Axes')->str:
     "A figure in a page's own colours"
     from matplotlib import rc_context
-    file = io.StringIO()
+    file, fig = io.StringIO(), cast(Any, ax.figure)
     with rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'cbatch'}):
-        ax.figure.savefig(file, format='svg', transparent=True, metadata=dict(Date=None, Creator=None))
-    svg = file.getvalue()
-    return svg[svg.index('<svg'):].replace('#010203', 'currentColor')
+        fig.savefig(file, format='svg', transparent=True, metadata=dict(Date=None, Creator=None))
+    svg, _, rest = file.getvalue().partition('<metadata>')
+    return (svg[svg.index('<svg'):] + rest.partition('</metadata>')[2]).replace('#010203', 'currentColor')
 
-# %% ../nbs/61_lab_page.ipynb #fd2ed8c8
+# %% ../nbs/61_lab_page.ipynb #d941207f
 FRONTIERS = [('ttft_p95_s', 'tokens_per_s', 'Tokens a second, and the wait for a first one'),
              ('itl_p99_s', 'tokens_per_s', 'Tokens a second, and the pauses between them'),
              ('kv_waste', 'request_goodput', 'Requests within the limits, and memory that stands empty'),
              ('fairness_gap', 'e2e_mean_s', 'How far users are apart, and the mean time of an answer')]
-_INK = {k: '#010203' for k in ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color')}
-_PAGE = '''.front{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:18px}
+_INK:dict[Any, Any] = {k: '#010203' for k in ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color')}
+_PAGE = '''.front{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:18px}
 .front svg{width:100%;height:auto} li{margin:1px 0} summary{cursor:pointer}'''
 
 @patch
@@ -180,7 +192,8 @@ def page(self:Lab)->str: # HTML
     from cbatch.player import CSS, PAGE_CSS, player_html
     with rc_context(_INK):
         pictures = [_svg(frontier(self, x, y, title)) for x, y, title in FRONTIERS if len(self.columns((x, y))) == 2]
-    out = f'<div class="front">{"".join(pictures)}</div><h2>All numbers</h2>{self._repr_html_()}'
+    out = f'<p>{escape(self.work)}<br><small>{escape(self.how)}</small></p><div class="front">{"".join(pictures)}</div>'
+    out += f'<h2>All numbers</h2>{self.table()}'
     cut, num = window(self.traces), {p: len(t) for p, t in self.traces.items()}
     if cut: out += '<h2>Step by step</h2><p>Arrow keys, the slider or a click on the timeline move on.</p>'
     for p, t in cut.items():

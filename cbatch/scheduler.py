@@ -41,6 +41,8 @@ class Policy:
     def close(self, s:'Scheduler', now:float)->Reason|None: return None        # why nobody may join in this step
     def starts(self, r:Request, num_tokens:int)->bool: return num_tokens > 0   # may it join with so many?
     def reserve(self, s:'Scheduler', r:Request)->int: return 0              # tokens whose blocks it takes when it joins
+    def spare(self, s:'Scheduler', r:Request, plan:Plan)->int:                 # blocks that stay free when it joins
+        return s.watermark if s.running else 0
     def padding(self, s:'Scheduler', plan:Plan)->list[Padding]: return []      # rows computed for nobody
     def wakeup(self, s:'Scheduler', now:float)->float|None: return None        # s, when time alone changes an answer
     def refuses(self, s:'Scheduler', r:Asked)->str|None: return None       # why it can never be served
@@ -253,7 +255,7 @@ def _why_not(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan)
         unasked = sum(self.blocks.blocks_short(x, x.num_tokens) for x in self.running if x.turn != self.num_plans)
     else: unasked = 0
     need = self.blocks.blocks_short(r, max(room, r.num_tokens)) - len(found.blocks) + found.num_free
-    need += self.promised + unasked + (self.watermark if self.running else 0)
+    need += self.promised + unasked + self.policy.spare(self, r, plan)
     return Reason(Why.BLOCKS, need - self.blocks.num_free_blocks) if need > self.blocks.num_free_blocks else None
 
 @patch

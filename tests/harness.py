@@ -10,10 +10,10 @@ from cbatch.core import Status
 from cbatch.params import cdiv
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic, Static
+from cbatch.proof import steps_left
 from cbatch.sampler import FAST, sample
 from cbatch.sampling import SamplerState, uniform
 from cbatch.token_loop import compare_tokens, generate_ref
-from toy import steps_left
 
 LONGEST = 30
 WISHES = (dict(temperature=0.), dict(temperature=1., seed=11), dict(temperature=.7, top_k=20, seed=5),

@@ -20,7 +20,8 @@ kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies schemes queues catalog
 state trace metrics views player reports door interrupts engine llm workloads traffic
 handover worker async_engine wire protocol answers openapi prometheus gate front server
-driving cost simulator proof results ceiling peers contest bench people screen demo measures lab_page lab capacity rewind cli
+driving cost simulator proof results ceiling peers contest bench people screen demo
+measures lab_page lab capacity rewind cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
 NO_TENSOR = [m for m in ('params', 'core', 'kv_blocks', 'roster', 'scheduler', 'preemption', 'prefix_caching', 'state',

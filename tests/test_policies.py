@@ -6,11 +6,11 @@ import pytest
 from cbatch import CapacityError
 from cbatch.core import Code, Kind, Padding, Status, Why
 from cbatch.preemption import VICTIMS
+from cbatch.proof import ToyMemory
 from cbatch.scheduler import Policy
 from ask import sp
 from harness import quiet
 from test_seams import P, follows, ids, solo
-from toy import Memory
 from world import World, live_on
 
 class TakeTurns(Policy):
@@ -166,19 +166,13 @@ def test_whole_prompts(engine, tiny):
 
 # --- in random crowds
 
-class Exact(Memory):
-    "Swaps out and in may be of one step, if no host block is read that was written"
-    def move(self, plan):
-        assert not {h for _, h in plan.swap_out} & {h for h, _ in plan.swap_in}, 'written before it is read'
-        self.copy(plan)
-
 def crowd(seed, policy, mode):
     "A random world under a policy, from its first event to its last; it checks itself after every step"
     rng = random.Random(seed)
     w = World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14), policy,
               preemption=mode, victim=rng.choice(list(VICTIMS)), swap_mb=rng.choice([None, 1, 4]),
               prefix_caching=rng.random() < .7)
-    w.memory = Exact(w.pool, w.cfg.block_size)
+    w.memory = ToyMemory(w.pool, w.cfg.block_size)
     return live_on(w, rng)
 
 class Script(Policy):
@@ -194,7 +188,7 @@ def test_a_block_is_not_taken_before_it_is_copied():
     same step, and needs memory: not that block, which is copied after swapping"""
     p = Script()
     w = World(4, 4, 4, 20, p, preemption='swap')
-    w.memory = Exact(w.pool, 4)
+    w.memory = ToyMemory(w.pool, 4)
     w.add([1, 1, 2, 3, 4, 5, 6], 6)
     w.add([8, 1, 2, 3, 4, 5], 6, n=2)
     x, first, fork = w.all

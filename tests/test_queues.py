@@ -6,12 +6,12 @@ from cbatch.core import Request, Status, StepOutput
 from cbatch.kv_blocks import BlockManager
 from cbatch.params import EngineConfig, ParamError, SamplingParams
 from cbatch.preemption import VICTIMS
+from cbatch.proof import ToyMemory
 from cbatch.queues import MLFQ, SJF, VTC, Lengths, Priority
 from cbatch.scheduler import Policy, Scheduler
 from ask import sp
 from harness import quiet
 from test_fair import Users
-from test_policies import Exact
 from test_seams import P, solo
 from world import World, live_on
 
@@ -235,7 +235,7 @@ def test_random_worlds(name, mode):
         w = World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14), MAKE[name](),
                   preemption=mode, victim=rng.choice(list(VICTIMS)), swap_mb=rng.choice([None, 1, 4]),
                   prefix_caching=rng.random() < .7)
-        w.memory, add = Exact(w.pool, w.cfg.block_size), w.s.add
+        w.memory, add = ToyMemory(w.pool, w.cfg.block_size), w.s.add
         def theirs(r): r.user, r.priority = rng.choice('abb'), rng.choice([0, 0, -3, 2]); add(r)
         w.s.add = theirs
         try: live_on(w, rng)

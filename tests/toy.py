@@ -3,67 +3,20 @@
 Each slot remembers the token that was written to it, and the next token is a hash of what is read through the block
 table: a wrong table, a stale block or an early reuse becomes a wrong token, or an assertion. INVARIANTS.md says what
 A1, S3 and the others are."""
-import hashlib, random
-from cbatch.core import Request, StepOutput
-from cbatch.params import cdiv, EngineConfig, SamplingParams
-from cbatch.kv_blocks import BlockManager, slot_mapping
+import random
+from cbatch.core import Request
+from cbatch.params import EngineConfig, SamplingParams
+from cbatch.kv_blocks import BlockManager
 from cbatch.catalog import get_policy
 from cbatch.policies import Dynamic, Static
+from cbatch.proof import ToyMemory, steps_left, toy_answer as alone
 from cbatch.scheduler import Scheduler
 
-def next_token(tokens): return hashlib.blake2b(bytes(tokens), digest_size=1).digest()[0] % 13
-
-def sample(r, tokens):
-    "What a request says next; the samples of one prompt differ"
-    return next_token([*tokens, r.sample_index] if r.sample_index else tokens)
-
-def alone(r):
-    "The whole answer of a request, token by token; 0 ends it"
-    ids = list(r.prompt_ids)
-    while len(ids) < len(r.prompt_ids) + r.max_tokens:
-        ids.append(sample(r, ids))
-        if not ids[-1]: break
-    return ids[len(r.prompt_ids):]
-
-def steps_left(requests, budget):
-    "In how many steps a first-come scheduler is done with some requests, at the latest (S6)"
-    return sum(cdiv(r.num_tokens + r.max_tokens, budget) + r.max_tokens + 1 for r in requests)
-
-class Memory:
-    "Slots on a device and on a host; each remembers the token and the position that were written there"
-    def __init__(self, pool, block_size): self.pool, self.bs, self.device, self.host = pool, block_size, {}, {}
-
+class Memory(ToyMemory):
+    "The package's, stricter: under a policy that pauses nobody, a step swaps out or in, not both"
     def move(self, plan):
         assert not (plan.swap_out and plan.swap_in), 'a host block could be overwritten before it is read'
         self.copy(plan)
-
-    def copy(self, plan):
-        rows = lambda b: range(b * self.bs, (b + 1) * self.bs)
-        for pairs, src, dst in ((plan.swap_out, self.device, self.host), (plan.swap_in, self.host, self.device),
-                                (plan.copies, self.device, self.device)):
-            for a, b in pairs:
-                for x, y in zip(rows(a), rows(b)): dst[y] = src.get(x)
-
-    def execute(self, plan):
-        "The toy model: writes what is scheduled, reads each request's past through its block table, samples"
-        self.move(plan)
-        todo = [(s, s.request, s.start) for s in plan.scheduled]
-        for s, r, start in todo:
-            where = slot_mapping(r.block_table, start, start + s.num_tokens, self.bs)
-            for pos, slot in enumerate(where, start): self.write(r, pos, slot)
-        out = StepOutput()
-        for s, r, start in todo:
-            n = start + s.num_tokens
-            read = [self.device.get(x) for x in slot_mapping(r.block_table, 0, n, self.bs)]
-            assert read == list(enumerate(r.tokens(0, n))), f'{r.request_id} reads what is not its own'
-            if s.rows: out.sampled[r.request_id] = [sample(r, [t for _, t in read])]
-        return out
-
-    def write(self, r, pos, slot):
-        block, found = slot // self.bs, getattr(self.pool, 'name_of', ())
-        assert self.pool.refs[block] == 1, f'{r.request_id} writes into a block that others hold'
-        assert block not in found, f'{r.request_id} writes into a block that others can find'
-        self.device[slot] = pos, r.tokens(pos, pos + 1)[0]
 
 def draw_policy(rng):
     return rng.choice(['vllm', 'vllm', Static(True), Static(False), Dynamic(2, pad=rng.random() < .5)])
