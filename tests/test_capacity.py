@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cbatch.capacity import (Capacity, Trial, basis, bracket, capacities, capacity, confirm, in_words,
+from cbatch.capacity import (Capacity, Trial, basis, bracket, capacities, capacity, confirm, sentence,
                              keeps_up, rate_of, try_rate, twice)
 from cbatch.cli import main
 from cbatch.core import RequestMetrics
@@ -105,7 +105,7 @@ def test_one_slot_holds_one_over_its_service():
     assert c.rate == pytest.approx(.2, rel=.02) and c.at.e2e_s == pytest.approx(5., abs=.6)
     loose = capacity(work, dict(e2el=1e7), cost=cost, max_num_seqs=1, tolerance=.01)
     assert loose.rate == pytest.approx(.2, rel=.04)            # the queue is what stops it
-    assert loose.above.attainment == 1. and not loose.above.keeps_up and 'the queue grows' in in_words(loose)
+    assert loose.above.attainment == 1. and not loose.above.keeps_up and 'the queue grows' in sentence(loose)
     assert 'the queue' in repr(capacities(work, dict(e2el=1e7), cost=cost, tolerance=.1, max_num_seqs=[1]))
 
 def test_twice_the_slots_hold_twice_the_rate_if_steps_cost_the_same():
@@ -134,20 +134,20 @@ def test_both_ends_of_the_answer_are_what_they_say():
 def test_a_promise_that_nobody_can_keep():
     c = capacity(equal(12), dict(ttft=5.), cost=COST)
     assert c.at is None and c.rate == 0 == c.users(20.) and c.alone.attainment == 0. and len(c.trials) == 1
-    assert 'No rate is low enough: even with the machine to itself 0.0 % of 12' in in_words(c)
+    assert 'No rate is low enough: even with the machine to itself 0.0 % of 12' in sentence(c)
 
 def test_a_request_that_can_never_be_served_is_named():
     c = capacity(equal(12), dict(ttft=1e6), cost=COST, num_blocks=1, block_size=4)
-    assert c.at is None and 'the first that failed' in in_words(c) and c.alone.error
+    assert c.at is None and 'the first that failed' in sentence(c) and c.alone.error
 
 def test_bursts_at_one_instant_stay_together_at_any_rate():
     work = equal(24).at([float(i // 8) for i in range(24)])
     c = capacity(work, dict(e2el=200.), cost=COST, max_num_seqs=1)
-    assert c.at is None and c.alone.attainment == 1. and 'even at ' in in_words(c)
+    assert c.at is None and c.alone.attainment == 1. and 'even at ' in sentence(c)
 
 def test_a_limit_that_is_never_reached_is_said():
     c = Capacity('vllm', {}, 3, dict(ttft=9.), .9, COST, Trial(2., 1., {}, True, 5., 1., 1.), None, [])
-    assert 'too short to tell' in in_words(c) and c.again == []
+    assert 'too short to tell' in sentence(c) and c.again == []
 
 def test_a_second_knee_is_named(monkeypatch):
     held = lambda rate: rate <= 4 or 4.9 < rate < 5.3
@@ -155,7 +155,7 @@ def test_a_second_knee_is_named(monkeypatch):
     monkeypatch.setattr('cbatch.capacity.try_rate', fake)
     c = capacity(equal(9), dict(ttft=9.), cost=COST)
     assert c.at.rate <= 4 < c.above.rate and [4.9 < t.rate < 5.3 for t in c.again] == [True] * len(c.again) != []
-    assert 'well again at' in in_words(c)
+    assert 'well again at' in sentence(c)
 
 # --- people
 
@@ -163,7 +163,7 @@ def test_little_by_hand():
     t = Trial(1.5, .95, dict(ttft=.95), True, 6., 1., 1.)
     c = Capacity('vllm', {}, 40, dict(ttft=2000.), .95, COST, t, replace(t, rate=1.52, attainment=.9), [t])
     assert (c.users(), c.users(30.)) == (9., 54.)
-    said = in_words(c, 30.)
+    said = sentence(c, 30.)
     assert '1.5/s x (6 s for an answer + 30 s to think) = 54.0 users' in said and 'At 1.52/s 90.0 %' in said
 
 def test_little_holds_in_the_run_itself():
