@@ -6,23 +6,24 @@
 __all__ = ['rate_of', 'twice', 'keeps_up', 'Trial', 'try_rate', 'bracket', 'Capacity', 'sentence', 'capacity', 'Frontier',
            'capacities', 'Check', 'confirm', 'calibrate', 'basis', 'capacity_command']
 
-# %% ../nbs/63_capacity.ipynb #2b05d91d
+# %% ../nbs/63_capacity.ipynb #17d96407
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from .catalog import get_policy
 from .cost import Cost
 from .driving import Outcome
-from .engine import Engine
 from .lab import CPUClock, measured_cost
 from .metrics import e2e_s, goodput, itls_s, percentile, ttft_s
 from .params import check_number
 from .results import machine, read_goodput, refuse_folders, write_record
-from .simulator import Served, serve_on, simulate
 from .traffic import get_workload
 from .workloads import Workload, arrivals, smaller
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+    from cbatch.simulator import Served
 
 # %% ../nbs/63_capacity.ipynb #4f812b76
 def rate_of(work:Workload)->float: # requests/s
@@ -61,7 +62,7 @@ def keeps_up(
     second, third, last = (t[len(t) * k // 4] for k in (1, 2, 3))
     return _levels(queue, third, t[-1])[0] == 0 and _levels(there, last, t[-1])[0] <= _levels(there, second, third)[1]
 
-# %% ../nbs/63_capacity.ipynb #33eeeb64
+# %% ../nbs/63_capacity.ipynb #90f05c03
 @dataclass(frozen=True)
 class Trial:
     "A workload at some rate, and what people got"
@@ -81,12 +82,12 @@ def try_rate(
     work:Workload,
     rate:float,           # requests/s
     slos:dict[str, float],# of ttft, tpot, e2el: limits in ms
-    serve:Callable[[Workload], Served], # `simulate` or `serve_on`, with all that it needs
+    serve:Callable[[Workload], 'Served'], # `simulate` or `serve_on`, with all that it needs
 )->Trial:
     "Serve people twice at a rate, and look at the second time"
     return _look(rate, serve(twice(work).faster(rate / rate_of(work))), slos, len(work))
 
-def _look(rate:float, served:Served, slos:dict[str, float], first:int=0)->Trial:
+def _look(rate:float, served:'Served', slos:dict[str, float], first:int=0)->Trial:
     "What people got, from number `first` on"
     ms = [s.metrics if s.error is None else None for s in served.sent[first:]]
     got, some = goodput(ms, slos, served.took_s), [m for m in ms if m]
@@ -161,7 +162,7 @@ def sentence(
     terms = f'{at(t)} x ({t.e2e_s:.3g} s for an answer + {think_s:g} s to think)'
     return ' '.join([*words, f"By Little's law {terms} = {c.users(think_s):.1f} users."])
 
-# %% ../nbs/63_capacity.ipynb #c0e3d710
+# %% ../nbs/63_capacity.ipynb #cd7adb9f
 def capacity(
     work:Workload,            # people with times; only the pattern of these counts
     slos:dict[str, float],    # of ttft, tpot, e2el: limits in ms
@@ -173,6 +174,7 @@ def capacity(
     **config:Any,             # any other field of `EngineConfig`; without num_blocks, memory is never short
 )->Capacity:
     "The largest rate at which enough people get what they were promised and the queue does not grow"
+    from cbatch.simulator import simulate
     target = check_number('target', target, 1e-3, 1, 'a share above 0 and up to 1')
     tolerance = check_number('tolerance', tolerance, 1e-3, 1, 'a share from 0.001 to 1')
     own, trials, alone = rate_of(work), dict[float, Trial](), None
@@ -253,11 +255,11 @@ class Check:
         else: said = f'not confirmed: of what was forecast {self.holds:.0%} is held'
         return '\n'.join([*rows, said])
 
-# %% ../nbs/63_capacity.ipynb #09db5086
+# %% ../nbs/63_capacity.ipynb #9b1bbe09
 def confirm(
     found:Capacity,   # with a rate
     work:Workload,    # the same
-    serve:Callable[[Workload], Served], # on an engine that is set like the one that was forecast
+    serve:Callable[[Workload], 'Served'], # on an engine that is set like the one that was forecast
     within:float=.1,
     more:int=2,       # further rates, in the direction in which it was wrong
 )->Check:
@@ -276,13 +278,14 @@ def confirm(
         results[-1] = good(high)
     return check
 
-# %% ../nbs/63_capacity.ipynb #20fa61fe
+# %% ../nbs/63_capacity.ipynb #0b12f6bd
 def calibrate(
-    llm:Engine,      # which serves nobody else
+    llm:'Engine',    # which serves nobody else
     work:Workload,   # people of the kind that it is about
     seed:int=0,
 )->Cost:
     "What a step takes, here and now, from a part of the people"
+    from cbatch.simulator import serve_on
     some = work[:24].at([0.] * len(work[:24]))
     serve_on(llm, smaller(some), seed, 'warm')
     first = serve_on(llm, some, seed, 'all at once')
@@ -313,7 +316,7 @@ def basis(cost:Cost, measured_now:bool=False)->str:
     where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine'
     return f"Forecast by a cost measured {'here and now' if measured_now else where}: {cost!r}"
 
-# %% ../nbs/63_capacity.ipynb #f4d090b6
+# %% ../nbs/63_capacity.ipynb #34cbaefd
 def _model(name:str, dtype:str)->Any:
     from cbatch.loading import load_model
     from cbatch.model import tiny_lm
@@ -329,6 +332,7 @@ def _measure(lm:Any, work:Workload, seed:int, cpu_clock:bool, **config:Any)->Cos
 def _check(lm:Any, found:Capacity, work:Workload, seed:int, cpu_clock:bool)->Check:
     "Have an engine check the answer"
     from cbatch.llm import LLM
+    from cbatch.simulator import serve_on
     with LLM(lm, policy=found.policy, **found.config) as llm:
         if cpu_clock: CPUClock(llm)
         serve_on(llm, smaller(work.at([0.] * len(work))), seed, 'warm')
