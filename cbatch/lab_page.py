@@ -38,7 +38,17 @@ class Lab:
         rows = {p: {k: row[k] for k in MEASURES} for p, row in self.rows.items()}
         return dict(work=self.work, how=self.how, rows=rows, slos=self.slos)
 
-    def __repr__(self)->str: return f'{self.work}\n{self.how}\n\n{text_table(self.rows, self.columns(COLUMNS))}'
+    @property
+    def without(self)->str:
+        "Who left somebody out, and how many; empty if nobody did"
+        lost:dict[int, list[str]] = {}
+        for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
+        said = [f"{n} {'request' if n == 1 else 'requests'} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
+        return f"{'; '.join(said)}: other numbers are of the rest, an easier crowd" if said else ''
+
+    def __repr__(self)->str:
+        table = text_table(self.rows, self.columns(COLUMNS))
+        return '\n'.join([self.work, self.how, '', table, *filter(None, [self.without])])
 
 # %% ../nbs/61_lab_page.ipynb #a56869ed
 @patch
@@ -56,7 +66,12 @@ def table(self:Lab)->str: # HTML
             f'<summary>What these are (limits: {escape(limits)})</summary><dl>{terms}</dl></details></div>')
 
 @patch
-def _repr_html_(self:Lab)->str: return f'<p>{escape(self.work)}<br>{escape(self.how)}</p>{self.table()}'
+def head(self:Lab)->str: # HTML
+    "What was served, and by what"
+    return f'<p>{"<br>".join(map(escape, filter(None, (self.work, self.how, self.without))))}</p>'
+
+@patch
+def _repr_html_(self:Lab)->str: return self.head() + self.table()
 
 TABLE_CSS = """
 .lab .wide{overflow-x:auto} .lab table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:12.5px}
@@ -193,7 +208,7 @@ def page(self:Lab)->str: # HTML
     from cbatch.player import CSS, PAGE_CSS, player_html
     with rc_context(_INK):
         pictures = [_svg(frontier(self, x, y, title)) for x, y, title in FRONTIERS if len(self.columns((x, y))) == 2]
-    out = f'<p>{escape(self.work)}<br><small>{escape(self.how)}</small></p><div class="front">{"".join(pictures)}</div>'
+    out = f'{self.head()}<div class="front">{"".join(pictures)}</div>'
     out += f'<h2>All numbers</h2>{self.table()}'
     cut, num = window(self.traces), {p: len(t) for p, t in self.traces.items()}
     if cut: out += '<h2>Step by step</h2><p>Arrow keys, the slider or a click on the timeline move on.</p>'

@@ -282,3 +282,11 @@ def test_other_answers_are_found(monkeypatch, capsys):
     assert lab_command('rush', **args) == 0 and '3 of 3 equal' in capsys.readouterr().out
     monkeypatch.setattr(lab_module, '_serve', other)
     assert lab_command('rush', **args) == 1 and 'DIFFERENT: static: request 1' in capsys.readouterr().out
+
+def test_who_left_somebody_out_is_named():
+    "A scheme without chunks refuses a long prompt: what it is good at then, it is on an easier crowd"
+    work = Workload('two', [WorkItem(3, [('a', 8)]), WorkItem(3, [('b', 40)], .1)])
+    lab = run_lab(work, ['vllm', 'orca', 'nano'], Cost.stated(), max_num_batched_tokens=16)
+    said = '1 request not served by orca, nano: other numbers are of the rest, an easier crowd'
+    assert lab.without == said and repr(lab).endswith(said) and said in lab._repr_html_() and said in lab.page()
+    assert run_lab(work, ['vllm', 'static'], Cost.stated(), max_num_batched_tokens=16).without == ''
