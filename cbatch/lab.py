@@ -240,7 +240,7 @@ def bench_policies(
     seed:int=0,                 # of the crowd
     cpu_clock:bool=False,       # count this process's CPU time, on a machine that others use too
     quick:bool=False,           # a tiny model and few requests: does it work?
-)->int:                         # exit code: 1 if answers differ
+)->int:                         # exit code: 1 if answers differ, or somebody had none
     "Every policy on a real model and one crowd: equal answers, one table, and what a step costs here"
     refuse_folders(html=html, figure=figure, record=record)
     slos, names = read_goodput(slo), [p for p in policies.split(',') if p] or list(POLICIES)
@@ -255,7 +255,7 @@ def bench_policies(
     recs = [r for t in lab.traces.values() for r in t]
     source = dict(machine=here, model=lm.name, dtype='float32', seed=seed, clock='CPU' if cpu_clock else 'wall')
     cost = Cost.fit(recs, source)
-    equal = _all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes)
+    equal = _all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes) & (not lab.without)
     lab.traces = {p: lab.traces[p] for p in ('static', 'vllm') if p in lab.traces}
     if figure: cast(Any, frontier(lab, *FRONTIERS[0]).figure).savefig(figure)
     _save(lab, html, record, machine=here, seed=seed, sizes=sizes, cost=cost.to_dict(), equal=equal)
