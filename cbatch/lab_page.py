@@ -43,7 +43,7 @@ class Lab:
         "Who left somebody out, and how many; empty if nobody did"
         lost:dict[int, list[str]] = {}
         for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
-        said = [f"{n} {'request' if n == 1 else 'requests'} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
+        said = [f"{n} request{'s' * (n > 1)} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
         return f"{'; '.join(said)}: other numbers are of the rest, an easier crowd" if said else ''
 
     def __repr__(self)->str:
