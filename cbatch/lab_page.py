@@ -39,6 +39,12 @@ class Lab:
         return dict(work=self.work, how=self.how, rows=rows, slos=self.slos)
 
     @property
+    def whole(self)->dict[str, dict[str, Any]]:
+        "Those who left out nobody, or as few as anybody: only they are compared"
+        lost = {p: row.get('num_failed') or 0 for p, row in self.rows.items()}
+        return {p: row for p, row in self.rows.items() if lost[p] == min(lost.values())}
+
+    @property
     def without(self)->str:
         "Who left somebody out, and how many; empty if nobody did"
         lost:dict[int, list[str]] = {}
@@ -55,7 +61,7 @@ class Lab:
 def table(self:Lab)->str: # HTML
     "The whole table; definitions stand behind it, and appear over the heads"
     ms = [MEASURES[k] for k in self.columns(MEASURES)]
-    won = {m.key: best(self.rows, m.key) for m in ms}
+    won = {m.key: best(self.whole, m.key) for m in ms}
     head = ''.join(f'<th title="{escape(m.what)}">{escape(m.name)}</th>' for m in ms)
     def cell(name, m): return f'<td{" class=best" * (name in won[m.key])}>{m.text(self.rows[name].get(m.key))}</td>'
     body = ''.join(f'<tr><th>{escape(name)}</th>{"".join(cell(name, m) for m in ms)}</tr>' for name in self.rows)
@@ -123,18 +129,19 @@ def frontier(
     title:str='',      # the claim
     ax:'Axes|None'=None, # None: a new figure
 )->'Axes':
-    "Every policy a point, a line through those that nobody beats in both"
+    "Every policy a point, hollow if it left somebody out; a line through those that nobody beats in both"
     from matplotlib.figure import Figure
     from cbatch.views import COLORS
     if ax is None: ax = Figure(figsize=(5.6, 3.9), layout='constrained').subplots()
     points = {p: (row[x], row[y]) for p, row in lab.rows.items() if None not in (row.get(x), row.get(y))}
-    line, names = unbeaten(points, (MEASURES[x].better, MEASURES[y].better)), dict[tuple[float, float], str]()
+    all_there = {p: xy for p, xy in points.items() if p in lab.whole}
+    line, names = unbeaten(all_there, (MEASURES[x].better, MEASURES[y].better)), dict[tuple[float, float], str]()
     for p, (a, b) in points.items():
         same = next((xy for xy in names if (f'{a:.4g}', f'{b:.4g}') == (f'{xy[0]:.4g}', f'{xy[1]:.4g}')), None)
         names[same or (a, b)] = f'{names[same]}, {p}' if same else p
     ax.plot(*zip(*(points[p] for p in line)), 'o-', color=COLORS['decode'], lw=1, ms=6, zorder=3)
-    rest = [points[p] for p in points if p not in line]
-    if rest: ax.plot(*zip(*rest), 'o', color='#9CA3AF', ms=6)
+    for p, xy in points.items():
+        if p not in line: ax.plot(*xy, 'o', color='#9CA3AF', ms=6, mfc=None if p in all_there else 'none')
     ax.margins(.14)
     for side, k, xs in zip('xy', (x, y), zip(*points.values())): _scale(ax, side, MEASURES[k], xs)
     ax.set_title(title, loc='left', fontsize=11)
@@ -217,6 +224,6 @@ def page(self:Lab)->str: # HTML
         out += player_html(t, ends if len(t) < num[p] else p)
         out += (f'<details><summary>Why did they wait under {escape(p)}? Each by name</summary>'
                 f'{_stories(t, self.rows[p])}</details>')
-    title = f'cbatch lab: {self.work.partition(":")[0]}'
+    title = f'cbatch lab: {self.work.partition(": ")[0]}'
     return (f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f'<title>{escape(title)}</title><style>{PAGE_CSS}{CSS}{_PAGE}</style><h1>{escape(title)}</h1>{out}</html>')

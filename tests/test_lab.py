@@ -288,5 +288,6 @@ def test_who_left_somebody_out_is_named():
     work = Workload('two', [WorkItem(3, [('a', 8)]), WorkItem(3, [('b', 40)], .1)])
     lab = run_lab(work, ['vllm', 'orca', 'nano'], Cost.stated(), max_num_batched_tokens=16)
     said = '1 request not served by orca, nano: other numbers are of the rest, an easier crowd'
+    assert [*lab.whole] == ['vllm'] and lab.page().count('class=best') <= lab.table().count('class=best') == 0
     assert lab.without == said and repr(lab).endswith(said) and said in lab._repr_html_() and said in lab.page()
     assert run_lab(work, ['vllm', 'static'], Cost.stated(), max_num_batched_tokens=16).without == ''
