@@ -8,7 +8,6 @@ __all__ = ['Answer', 'Draft', 'Outbox']
 # %% ../nbs/30_reports.ipynb #b65f1abc
 from collections.abc import Callable
 from fastcore.basics import patch
-from functools import cached_property
 from typing import Any
 from .core import CompletionOutput, Failure, Request, RequestMetrics, RequestOutput, Scores, Status, StepOutput
 from .params import Fixed
@@ -26,8 +25,6 @@ class Answer:
         self.prompt_logprobs:list[Scores] = []  # of each token of the prompt after the first, if asked for
         self.score = 0.                                     # sum of the log probabilities of its own tokens
 
-    @cached_property
-    def prompt_ids(self)->list[int]: return [*self.request.prompt_ids]      # of its reports, and not the engine's own
     @property
     def done(self)->bool: return self.request.status is Status.FINISHED
 
@@ -52,7 +49,7 @@ class Draft:
         group:str,            # the id that its caller knows
         answers:list[Answer], # all answers to its prompt
     ):
-        self.request_id, self.requests, self.first = group, [a.request for a in answers], answers[0]
+        self.request_id, self.requests = group, [a.request for a in answers]
         self.finished = all(a.done for a in answers)
         self.failure:Failure|None = next((r.failure for r in self.requests if r.failure), None)
         self.scores = answers[0].prompt_logprobs if self.requests[0].params.prompt_logprobs is not None else None
@@ -75,7 +72,7 @@ def output(self:Draft)->RequestOutput:
     own = [CompletionOutput(c.index, c.text[:sent], c.token_ids[:n], c.finish_reason, c.stop_reason, c.delta,
                             c.logprobs and c.logprobs[:n], c.cumulative_logprob)
            for c, (n, sent) in zip(self.answers, self.ends)]
-    r, name, ids = self.requests[0], self.request_id, self.first.prompt_ids
+    r, name, ids = self.requests[0], self.request_id, [*self.requests[0].prompt_ids]
     scores = None if self.scores is None else [None, *self.scores]
     timing = self._timing()
     return RequestOutput(name, r.prompt, ids, own, self.finished, timing, self.failure, scores)

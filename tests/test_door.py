@@ -384,17 +384,6 @@ def test_what_is_no_path(tiny, path):
     for call in (llm.trace.to_jsonl, llm.trace.to_chrome, Trace.load):
         with pytest.raises(ParamError, match='^path=.*must be the path'): call(path)
 
-def test_a_prompt_is_copied_once_for_all_its_reports(tiny):
-    "Not once a step; and it is nobody's whose tokens it decides"
-    llm, prompt = made(tiny), list(range(50))
-    llm.add(prompt, sp(4))
-    want, seen = generate_ref(tiny, prompt, sp(4)).token_ids, []
-    while llm.has_unfinished:
-        for o in llm.step(): seen.append(o)
-        seen[0].prompt_token_ids.reverse()
-    assert len({id(o.prompt_token_ids) for o in seen}) == 1 and len(seen) == 4
-    assert seen[-1].outputs[0].token_ids == want and prompt == list(range(50))
-
 def test_an_engine_says_which_way_it_goes(tiny, monkeypatch):
     "And warns if a setting took a faster one away, unless the model is a toy"
     monkeypatch.setenv('CBATCH_NATIVE', '1')
