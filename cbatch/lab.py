@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KEEP', 'rush', 'label', 'CPUClock', 'measured_cost', 'run_lab', 'lab_command', 'bench_policies']
 
-# %% ../nbs/62_lab.ipynb #99c37565
+# %% ../nbs/62_lab.ipynb #b61cd54c
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cbatch.model import CausalLM
     from cbatch.simulator import Served
 
-# %% ../nbs/62_lab.ipynb #6462de4e
+# %% ../nbs/62_lab.ipynb #199f3a57
 def rush(
     n:int=48,
     rate:float=12., # requests per second, in bursts
@@ -42,7 +42,7 @@ def rush(
              for i, t in enumerate(arrivals(n, rate, .35, seed))]
     return Workload('rush', items, 8)
 
-# %% ../nbs/62_lab.ipynb #02051d1a
+# %% ../nbs/62_lab.ipynb #f0aba442
 KEEP = 10 ** 7    # steps
 
 def label(policy:str)->str:
@@ -55,7 +55,7 @@ class CPUClock:
     def __call__(self)->float: return time.process_time() + self.slept
     def sleep(self, s:Any)->None: self.slept += s
 
-# %% ../nbs/62_lab.ipynb #5f2a2cf6
+# %% ../nbs/62_lab.ipynb #5fa82625
 _COST:dict[str, Any] = {'cbatch_cost': 1,
  'coefficients': {'steps': 0.0153107,
                   'decode_rows': 0.000875561,
@@ -79,12 +79,14 @@ _COST:dict[str, Any] = {'cbatch_cost': 1,
             'records': 4778,
             'held_out': 1190,
             'left_out': 0,
-            'left_out_share': 0.0}}
+            'left_out_share': 0.0,
+            'clock': 'CPU'}}
 
 def measured_cost()->Cost:
     "Of a step of SmolLM2 on the machine of `bench/records/policies.json`, which is hardly yours"
     return Cost.from_dict(_COST)
 
+# %% ../nbs/62_lab.ipynb #52e871ef
 def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_clock:bool=False)->str:
     "Where the numbers of a lab come from"
     sizes, here = ', '.join(f'{k}={v}' for k, v in config.items() if v is not None) or 'default sizes', machine()
@@ -96,9 +98,10 @@ def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_cloc
     there, same = cost.source['machine'], ('cpu', 'cores', 'gpu', 'threads')
     ours = all(there.get(k) == here[k] for k in same)
     whose = 'a machine like this one' if ours else 'ANOTHER machine than this one'
-    return f"simulated by what a step took on {whose}: {cost!r}; {sizes}"
+    unit = 'in CPU seconds, ' * (cost.source.get('clock') == 'CPU')
+    return f"simulated by what a step took, {unit}on {whose}: {cost!r}; {sizes}"
 
-# %% ../nbs/62_lab.ipynb #47861ed1
+# %% ../nbs/62_lab.ipynb #630b0664
 def _serve(
     policy:str, work:Workload, cost:Cost|None, model:'CausalLM|None', seed:int, cpu_clock:bool, config:dict[str, Any],
 )->'Served':
@@ -135,7 +138,7 @@ def run_lab(
     lab.traces = {p: lab.traces[p] for p in map(label, look) if p in lab.traces}
     return lab
 
-# %% ../nbs/62_lab.ipynb #65aa7955
+# %% ../nbs/62_lab.ipynb #c0d858f8
 def _work(workload:str, rate:float, num_prompts:int|None, seed:int)->Workload:
     "The crowd of a command"
     work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed)
@@ -159,14 +162,14 @@ def _save(lab:Lab, html:str|None, record:str|None, **facts:Any):
         print(f'page: {Path(html).absolute()}')
     write_record(record, lab=lab.to_dict(), **facts)
 
-# %% ../nbs/62_lab.ipynb #2f1c7562
+# %% ../nbs/62_lab.ipynb #caf49e78
 def lab_command(
     workload:str,               # rush, w64, w256, heavy, chat, or a file of traffic
     policies:str='',            # by commas; all that there are
     rate:float=0.,              # requests per second; 0: the workload's own times
     num_prompts:int|None=None,  # the first so many of the workload
     max_num_seqs:int=8,         # slots of the batch
-    max_num_batched_tokens:int=1024, # tokens a step computes at most
+    max_num_batched_tokens:int=1024, # tokens a step computes at most; schemes without chunks refuse longer prompts
     num_blocks:int|None=None,   # KV pool, in blocks of 16 tokens; simulated without one, memory is never short
     slo:str='ttft:2000,tpot:100', # limits in ms: ttft, tpot, e2el
     cost:str='measured',        # what a step takes: measured (see the output where), stated, or a file of Cost.to_json
@@ -188,7 +191,7 @@ def lab_command(
     _save(lab, html, record, workload=workload, seed=seed)
     return int(run and not _all_equal(lm, work, seed, lab.answers))
 
-# %% ../nbs/62_lab.ipynb #c111d029
+# %% ../nbs/62_lab.ipynb #2a7d62f1
 def _all_equal(lm:Any, work:Workload, seed:int, answers:dict[str, list[Any]])->bool:
     "Say how many answers are those of the first policy; False if one is another, and no tie explains it"
     prompts = [x.prompt_ids(lm.vocab_size, seed) for x in work]
@@ -197,20 +200,20 @@ def _all_equal(lm:Any, work:Workload, seed:int, answers:dict[str, list[Any]])->b
 def _compare(lm:Any, prompts:list[list[int]], answers:dict[str, list[Any]])->bool:
     from cbatch.token_loop import compare_tokens
     first, *others = answers
-    wrong, ties = [], 0
+    wrong, ties, total = [], 0, 0
     for p in others:
         for i, (ours, ref) in enumerate(zip(answers[p], answers[first])):
+            if ours is None or ref is None: continue       # one of the two did not serve it: `Lab.without` says so
+            total += 1
             if ours == ref: continue
-            same = ours is not None and ref is not None and compare_tokens(lm, prompts[i], ours, ref)
-            if same: ties += 1
+            if compare_tokens(lm, prompts[i], ours, ref): ties += 1
             else: wrong.append(f'{p}: request {i}')
-    total = len(others) * len(prompts)
     equal = total - ties - len(wrong)
     print(f"answers: {equal} of {total} equal to those under {first}, token for token; {ties} parted at a tie")
     if wrong: print(f"DIFFERENT: {', '.join(wrong[:5])}")
     return not wrong
 
-# %% ../nbs/62_lab.ipynb #6447db64
+# %% ../nbs/62_lab.ipynb #d246d97a
 def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[str, Any])->bool:
     "People whose answers end where the model ends them: do all policies give them equal ones?"
     from cbatch.llm import LLM
@@ -222,7 +225,7 @@ def _natural(lm:Any, policies:Sequence[str], people:list[Person], config:dict[st
     print(f'with natural ends ({ends} of {len(prompts)} stop by themselves): ', end='')
     return _compare(lm, prompts, answers)
 
-# %% ../nbs/62_lab.ipynb #529b7b8f
+# %% ../nbs/62_lab.ipynb #80f1e3e1
 def bench_policies(
     model:str='smollm2',        # smollm2, a hub id, a folder or a .gguf file
     policies:str='',            # by commas; all that there are
@@ -237,7 +240,7 @@ def bench_policies(
     seed:int=0,                 # of the crowd
     cpu_clock:bool=False,       # count this process's CPU time, on a machine that others use too
     quick:bool=False,           # a tiny model and few requests: does it work?
-)->int:                         # exit code: 1 if answers differ
+)->int:                         # exit code: 1 if answers differ, or somebody had none
     "Every policy on a real model and one crowd: equal answers, one table, and what a step costs here"
     refuse_folders(html=html, figure=figure, record=record)
     slos, names = read_goodput(slo), [p for p in policies.split(',') if p] or list(POLICIES)
@@ -250,8 +253,9 @@ def bench_policies(
     here, lm = machine(), _load('tiny' if quick else model, 'float32')
     lab = run_lab(work, names, None, lm, slos, seed, names, cpu_clock, **sizes)
     recs = [r for t in lab.traces.values() for r in t]
-    cost = Cost.fit(recs, dict(machine=here, model=lm.name, dtype='float32', seed=seed))
-    equal = _all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes)
+    source = dict(machine=here, model=lm.name, dtype='float32', seed=seed, clock='CPU' if cpu_clock else 'wall')
+    cost = Cost.fit(recs, source)
+    equal = _all_equal(lm, work, seed, lab.answers) & _natural(lm, names, people, sizes) & (not lab.without)
     lab.traces = {p: lab.traces[p] for p in ('static', 'vllm') if p in lab.traces}
     if figure: cast(Any, frontier(lab, *FRONTIERS[0]).figure).savefig(figure)
     _save(lab, html, record, machine=here, seed=seed, sizes=sizes, cost=cost.to_dict(), equal=equal)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'TABLE_CSS', 'FRONTIERS', 'Lab', 'frontier', 'part', 'window']
 
-# %% ../nbs/61_lab_page.ipynb #6051be13
+# %% ../nbs/61_lab_page.ipynb #188977cd
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from .measures import MEASURES, Measure, best, text_table, unbeaten
 from .trace import Trace
 if TYPE_CHECKING: from matplotlib.axes import Axes
 
-# %% ../nbs/61_lab_page.ipynb #a5403673
+# %% ../nbs/61_lab_page.ipynb #30cd63b4
 COLUMNS = ('tokens_per_s', 'hol_s', 'wait_mean_s', 'ttft_p95_s', 'itl_p99_s', 'e2e_p95_s', 'slo_attainment',
            'num_preemptions', 'num_recomputed', 'fairness_gap', 'kv_waste')
 
@@ -38,9 +38,19 @@ class Lab:
         rows = {p: {k: row[k] for k in MEASURES} for p, row in self.rows.items()}
         return dict(work=self.work, how=self.how, rows=rows, slos=self.slos)
 
-    def __repr__(self)->str: return f'{self.work}\n{self.how}\n\n{text_table(self.rows, self.columns(COLUMNS))}'
+    @property
+    def without(self)->str:
+        "Who left somebody out, and how many; empty if nobody did"
+        lost:dict[int, list[str]] = {}
+        for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
+        said = [f"{n} request{'s' * (n > 1)} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
+        return f"{'; '.join(said)}: other numbers are of the rest, an easier crowd" if said else ''
 
-# %% ../nbs/61_lab_page.ipynb #e2c52459
+    def __repr__(self)->str:
+        table = text_table(self.rows, self.columns(COLUMNS))
+        return '\n'.join([self.work, self.how, '', table, *filter(None, [self.without])])
+
+# %% ../nbs/61_lab_page.ipynb #a56869ed
 @patch
 def table(self:Lab)->str: # HTML
     "The whole table; definitions stand behind it, and appear over the heads"
@@ -56,7 +66,12 @@ def table(self:Lab)->str: # HTML
             f'<summary>What these are (limits: {escape(limits)})</summary><dl>{terms}</dl></details></div>')
 
 @patch
-def _repr_html_(self:Lab)->str: return f'<p>{escape(self.work)}<br>{escape(self.how)}</p>{self.table()}'
+def head(self:Lab)->str: # HTML
+    "What was served, and by what"
+    return f'<p>{"<br>".join(map(escape, filter(None, (self.work, self.how, self.without))))}</p>'
+
+@patch
+def _repr_html_(self:Lab)->str: return self.head() + self.table()
 
 TABLE_CSS = """
 .lab .wide{overflow-x:auto} .lab table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:12.5px}
@@ -69,7 +84,7 @@ TABLE_CSS = """
 @media(prefers-color-scheme:dark){.lab .best{color:#56B4E9}}
 """
 
-# %% ../nbs/61_lab_page.ipynb #4eabb3ba
+# %% ../nbs/61_lab_page.ipynb #11324563
 _PLACES = [(r * dx, r * dy) for r in (7, 16, 27, 40, 55) for dx, dy in
            ((1, 0), (-1, 0), (.7, .7), (.7, -.7), (-.7, .7), (-.7, -.7), (0, 1), (0, -1))]
 
@@ -101,7 +116,7 @@ def _labels(ax:'Axes', points:dict[tuple[float, float], str], size:float):
         line = dict(arrowstyle='-', color='#9CA3AF', lw=.6, shrinkA=0, shrinkB=3) if dx * dx + dy * dy > 64 else None
         ax.annotate(text, xy, (dx, dy), textcoords='offset points', ha=ha, va='center', fontsize=size, arrowprops=line)
 
-# %% ../nbs/61_lab_page.ipynb #be0e4fc9
+# %% ../nbs/61_lab_page.ipynb #af47d8f0
 def frontier(
     lab:Lab,
     x:str, y:str,      # keys of `MEASURES`
@@ -128,7 +143,7 @@ def frontier(
     _labels(ax, {xy: text if len(text) < 40 else text[:38] + '...' for xy, text in names.items()}, 8.5)
     return ax
 
-# %% ../nbs/61_lab_page.ipynb #4d5eff18
+# %% ../nbs/61_lab_page.ipynb #8dfe273f
 def part(
     trace:Trace,
     first:int,          # number of the first step
@@ -156,7 +171,7 @@ def window(
         cut[name] = t if len(recs) <= most else part(t, recs[lo].step, recs[lo].step + most)
     return cut
 
-# %% ../nbs/61_lab_page.ipynb #a694dab9
+# %% ../nbs/61_lab_page.ipynb #c59c905e
 def _stories(trace:Trace, row:dict[str, Any], most:int=100)->str:
     "Why each request of some steps waited, those who waited most for nothing first"
     hol = row.get('hol_by') or {}
@@ -176,12 +191,13 @@ def _svg(ax:'Axes')->str:
     svg, _, rest = file.getvalue().partition('<metadata>')
     return (svg[svg.index('<svg'):] + rest.partition('</metadata>')[2]).replace('#010203', 'currentColor')
 
-# %% ../nbs/61_lab_page.ipynb #d941207f
-FRONTIERS = [('ttft_p95_s', 'tokens_per_s', 'Tokens a second, and the wait for a first one'),
-             ('itl_p99_s', 'tokens_per_s', 'Tokens a second, and the pauses between them'),
+# %% ../nbs/61_lab_page.ipynb #9c2c1d10
+FRONTIERS = [('ttft_p50_s', 'tpot_p95_s', 'The wait for a first word, and the pace of the others'),
+             ('ttft_p95_s', 'tokens_per_s', 'Tokens a second, and the longest waits for a first one'),
              ('kv_waste', 'request_goodput', 'Requests within the limits, and memory that stands empty'),
              ('fairness_gap', 'e2e_mean_s', 'How far users are apart, and the mean time of an answer')]
-_INK:dict[Any, Any] = {k: '#010203' for k in ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color')}
+_INK:dict[Any, Any] = dict.fromkeys(
+    ('text.color', 'axes.edgecolor', 'axes.labelcolor', 'xtick.color', 'ytick.color'), '#010203')
 _PAGE = '''.front{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:18px}
 .front svg{width:100%;height:auto} li{margin:1px 0} summary{cursor:pointer}'''
 
@@ -192,7 +208,7 @@ def page(self:Lab)->str: # HTML
     from cbatch.player import CSS, PAGE_CSS, player_html
     with rc_context(_INK):
         pictures = [_svg(frontier(self, x, y, title)) for x, y, title in FRONTIERS if len(self.columns((x, y))) == 2]
-    out = f'<p>{escape(self.work)}<br><small>{escape(self.how)}</small></p><div class="front">{"".join(pictures)}</div>'
+    out = f'{self.head()}<div class="front">{"".join(pictures)}</div>'
     out += f'<h2>All numbers</h2>{self.table()}'
     cut, num = window({p: t for p, t in self.traces.items() if len(t)}), {p: len(t) for p, t in self.traces.items()}
     if cut: out += '<h2>Step by step</h2><p>Arrow keys, the slider or a click on the timeline move on.</p>'

@@ -6,7 +6,7 @@
 __all__ = ['MEASURES', 'Tally', 'Line', 'Pool', 'Shares', 'Account', 'account', 'Measure', 'users_of', 'judge', 'text_table',
            'best', 'unbeaten']
 
-# %% ../nbs/60_measures.ipynb #3b72c5a0
+# %% ../nbs/60_measures.ipynb #d66bbc8a
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from .params import cdiv
 from .workloads import Workload
 if TYPE_CHECKING: from cbatch.simulator import Served
 
-# %% ../nbs/60_measures.ipynb #4dd84619
+# %% ../nbs/60_measures.ipynb #9aa9649b
 class Tally:
     "Seconds added to all needs up to a size, asked for at one size, both in log time (a Fenwick tree)"
     def __init__(self, largest:int): self.largest, self.tree = largest, [0.] * (largest + 2)
@@ -38,7 +38,7 @@ class Tally:
             i &= i - 1
         return total
 
-# %% ../nbs/60_measures.ipynb #a1c725f5
+# %% ../nbs/60_measures.ipynb #8d1b9f49
 class Line:
     "Who waits for a slot, and how long though there was room for him"
     def __init__(self, slots:int, num_blocks:int, block_size:int):
@@ -73,7 +73,7 @@ class Line:
     def leave(self, r:str):
         if r in self.since: self.needless[r] += self.tally.of(self.need(r)) - self.since.pop(r)
 
-# %% ../nbs/60_measures.ipynb #04f6640d
+# %% ../nbs/60_measures.ipynb #9f68c9cf
 @patch
 def begin(self:Line, rec:StepRecord, num_free:int):
     "Arrivals, departures and admissions of a step; then the step itself, with so many blocks free"
@@ -99,7 +99,7 @@ def end(self:Line, rec:StepRecord):
         self.tokens.pop(r, None)
     self.last, self.free = rec.end, rec.num_free_blocks if len(self.seated) < self.slots else 0
 
-# %% ../nbs/60_measures.ipynb #cda91680
+# %% ../nbs/60_measures.ipynb #a080dfdf
 class Pool:
     "Which blocks are held, and how many tokens stand in them: kept up to date, never counted anew"
     def __init__(self, num_blocks:int, block_size:int):
@@ -129,7 +129,7 @@ class Pool:
         twice = (self.num_entries - len(self.holders)) * self.block_size
         return len(self.holders) * self.block_size - (self.num_tokens - twice)
 
-# %% ../nbs/60_measures.ipynb #168c72f1
+# %% ../nbs/60_measures.ipynb #56c52824
 @patch
 def begin(self:Pool, rec:StepRecord):
     "Who lost blocks and who got some, before the step; then what it writes"
@@ -146,7 +146,7 @@ def begin(self:Pool, rec:StepRecord):
 def end(self:Pool, rec:StepRecord):
     for r, _ in rec.finished: self.leave(r)
 
-# %% ../nbs/60_measures.ipynb #4600946a
+# %% ../nbs/60_measures.ipynb #775fe960
 class Shares:
     "What each user was served, and the largest difference between two of them who waited"
     def __init__(self, user_of:dict[str, str|None]): # request_id -> user
@@ -173,7 +173,7 @@ class Shares:
         self.done[r] = max(self.done[r], stop + sampled)
         self.served[user] += new
 
-# %% ../nbs/60_measures.ipynb #51d54953
+# %% ../nbs/60_measures.ipynb #44e232d7
 @patch
 def step(self:Shares, rec:StepRecord, line:dict[str, float]):
     "Add a step, with those who wait while it runs"
@@ -186,7 +186,7 @@ def step(self:Shares, rec:StepRecord, line:dict[str, float]):
     levels = [self.served[u] for u in self.waiting if u in self.served]
     if len(levels) > 1: self.gap = max(self.gap, max(levels) - min(levels))
 
-# %% ../nbs/60_measures.ipynb #988a1a9e
+# %% ../nbs/60_measures.ipynb #f63d2e5c
 @dataclass
 class Account:
     "What the steps of a run add up to"
@@ -203,7 +203,7 @@ class Account:
     @property
     def kv_waste(self)->float: return self.empty_s / self.held_s if self.held_s else 0.
 
-# %% ../nbs/60_measures.ipynb #a4837e32
+# %% ../nbs/60_measures.ipynb #d4504117
 def account(
     served:'Served',
     user_of:dict[str, str|None]|None=None, # request_id -> user
@@ -231,7 +231,7 @@ def account(
     a.needless, a.gap = line.needless, shares.gap
     return a
 
-# %% ../nbs/60_measures.ipynb #c9deeecd
+# %% ../nbs/60_measures.ipynb #4979f0a7
 @dataclass(frozen=True)
 class Measure:
     "A number that a run has"
@@ -258,7 +258,7 @@ MEASURES = {m.key: m for m in (
     Measure('tpot_p95_s', 'TPOT95', '.4f', -1, 'the same, 95th percentile'),
     Measure('tpot_p99_s', 'TPOT99', '.4f', -1, 'the same, 99th percentile'))}
 
-# %% ../nbs/60_measures.ipynb #348926a0
+# %% ../nbs/60_measures.ipynb #46bb5b5c
 MEASURES |= {m.key: m for m in (
     Measure('itl_p50_s', 'ITL50', '.4f', -1, 's between neighbouring tokens, all gaps of all requests, median'),
     Measure('itl_p95_s', 'ITL95', '.4f', -1, 'the same, 95th percentile'),
@@ -278,7 +278,7 @@ MEASURES |= {m.key: m for m in (
             'reserved ones are held'),
     Measure('num_failed', 'failed', 'd', -1, 'requests without a whole answer; not in the latencies'))}
 
-# %% ../nbs/60_measures.ipynb #38654a7e
+# %% ../nbs/60_measures.ipynb #15fe4b2a
 def users_of(
     served:'Served',
     work:Workload, # that was served
@@ -290,7 +290,7 @@ def users_of(
     if len(ids) != len(users): raise ValueError(f'{len(ids)} requests arrived, {len(users)} known: another workload')
     return dict(zip(ids, users))
 
-# %% ../nbs/60_measures.ipynb #9e5aeaa2
+# %% ../nbs/60_measures.ipynb #fbec8870
 def judge(
     served:'Served',
     work:Workload,                # that was served
@@ -315,7 +315,7 @@ def judge(
     good = goodput([s.metrics if s.error is None else None for s in served.sent], slos, took) if slos else {}
     return d | {k: good.get(k) for k in ('request_goodput', 'slo_attainment')}
 
-# %% ../nbs/60_measures.ipynb #6b14d8cd
+# %% ../nbs/60_measures.ipynb #159cf54e
 def text_table(
     rows:dict[str, dict[str, Any]], # name -> numbers
     keys:list[str],                 # of `MEASURES`

@@ -22,6 +22,7 @@ from .front import Front, make_app
 from .gate import Alarm
 from .params import check_number, check_whole
 from .wire import LIMITS, ProtocolError, dumps, sanitise
+from .worker import Observer
 try: import resource
 except ModuleNotFoundError: resource = None             # type: ignore[assignment]  # Windows
 
@@ -340,6 +341,7 @@ def make_server(
     keep_alive_s:float=120.,  # s that a connection may rest between two requests; clients' pools keep many for 90
     limits:dict[str, Any]|None=None, # of `AsyncLLM`: max_waiting ...
     allowed_hosts:Collection[str]=(), # names by which clients may come to a server without a key, localhost besides
+    observers:Collection[Observer]=(), # of the engine
     **options,                # of `Front`
 )->Server:                    # bound, not yet running
     "A server for one model"
@@ -350,6 +352,7 @@ def make_server(
     for k, x in dict(drain_timeout_s=drain_timeout_s, keep_alive_s=keep_alive_s).items():
         check_number(k, x, 0, 1e9, 'a number of seconds, from 0 up')
     sock, front = bind(host, port, api_key), Front(AsyncLLM(source, **limits or {}), model_name, **options)
+    front.engine.observers.extend(observers)
     config = uvicorn.Config(
         make_app(front, api_key, None if api_key else [host, *allowed_hosts]), http=Connection, ws='none',
         lifespan='off', log_config=None, log_level='error', access_log=False, server_header=False,

@@ -6,7 +6,7 @@ import cbatch.core, cbatch.engine, cbatch.model, cbatch.params, cbatch.runner
 from cbatch.engine import Engine
 from cbatch.interrupts import Held
 from cbatch.llm import LLM
-from cbatch.reports import Draft, Outbox
+from cbatch.reports import Answer, Draft, Outbox
 from cbatch.roster import Roster
 from cbatch.scheduler import Scheduler
 from abuse import ILLS, live
@@ -98,7 +98,7 @@ def numbers_are_kept_as_they_come(put):
 
 @fault('vandal')
 def a_report_shares_the_prompt(put):
-    put(Draft, 'output', rewritten(Draft.output, '[*self.requests[0].prompt_ids]', 'self.requests[0].prompt_ids'))
+    put(Answer, 'prompt_ids', property(lambda self: self.request.prompt_ids))
 
 @fault('vandal')
 def a_report_shares_the_tokens(put):

@@ -117,7 +117,7 @@ def test_whoever_asks_for_help_gets_it_whichever_way_round(capsys):
         except SystemExit as e: assert e.code == 0
         return capsys.readouterr().out
     assert said('bench') == said('bench', '--help') == said('bench', '-h') == said('help', 'bench')
-    assert said('bench').count('cbatch bench ') == 3 and 'cbatch demo' not in said('bench')
+    assert said('bench').count('cbatch bench ') == 4 and 'cbatch demo' not in said('bench')
     assert said('help') == said('--help') == said() and 'cbatch demo' in said()
     for name in 'demo', 'replay', 'bench serve', 'bench scheduler':
         text = said('help', *name.split())

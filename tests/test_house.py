@@ -22,7 +22,7 @@ ragged_batch runner roster scheduler preemption prefix_caching policies schemes 
 state trace metrics views player reports door interrupts engine llm workloads traffic
 handover worker async_engine wire protocol answers openapi prometheus gate front server
 driving cost simulator proof results ceiling peers contest bench people screen demo
-measures lab_page lab capacity rewind cli
+measures lab_page lab capacity rewind spans cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
 NO_TENSOR = [m for m in ('params', 'core', 'kv_blocks', 'roster', 'scheduler', 'preemption', 'prefix_caching', 'state',
@@ -330,7 +330,7 @@ def test_sidebar_names_every_notebook_once():
 
 def test_each_promise_names_tests_that_there_are():
     "Every line of a table has a promise, its end, and links to tests"
-    nb, files = ROOT/'nbs/66_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
+    nb, files = ROOT/'nbs/67_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
     rows = [l for c in cells(nb, 'markdown') for l in c['source'].splitlines() if l.startswith('| ')]
     rows = [r.strip('| ').split(' | ') for r in rows if not r.startswith('| it promises')]
     assert len(rows) > 30 and all(len(r) == 3 and all(r) for r in rows)

@@ -46,6 +46,20 @@ def test_needless_waiting_is_that_of_each_request_alone(policy):
             total += sum(slow.values())
     assert total > 0
 
+def test_a_seat_that_was_left_between_two_steps_is_empty():
+    t = Trace(1, 64, 4, 8)
+    t.append(StepRecord(0, 0., 1., scheduled=[('a', 4, 0, 1)], admitted=['a'], arrived=[('a', 4, 0.), ('b', 4, .5)],
+                        blocks=dict(a=[1]), num_free_blocks=7))
+    t.append(StepRecord(1, 1., 3., finished=[('a', 'abort')], num_free_blocks=8))     # nobody took it
+    t.append(StepRecord(2, 3., 4., scheduled=[('b', 4, 0, 1)], admitted=['b'], blocks=dict(b=[1]), num_free_blocks=7))
+    line, pool = Line(1, 8, 4), Pool(8, 4)
+    for rec in t:
+        pool.begin(rec)
+        line.begin(rec, pool.num_free)
+        pool.end(rec)
+        line.end(rec)
+    assert line.needless == {r: head_of_line_s(t, r) for r in 'ab'} == dict(a=0., b=2.)
+
 @pytest.mark.parametrize('policy', POLICIES)
 def test_the_pool_is_that_of_the_state(policy):
     "Free blocks, seats and places without a token, against sets made anew at each step"
@@ -74,7 +88,7 @@ def gap(user_of, *steps):
         s.step(rec, dict.fromkeys(line, 0.))
     return s.gap
 
-USERS = dict(a='ann', a2='ann', b='bob', b2='bob', c='cy')
+USERS = dict(a='ann', a2='ann', a3='ann', b='bob', b2='bob', c='cy')
 
 def test_fairness_counts_prompts_once_and_answers_twice():
     wait = ('a2', 'b')
@@ -84,6 +98,8 @@ def test_fairness_counts_prompts_once_and_answers_twice():
     assert gap(USERS, found) == 6
     again = ([], [('a', 5, 0, 1)], wait, [])                          # preempted: its KV is made once more
     assert gap(USERS, (['a', 'a2', 'b'], [('a', 4, 0, 1)], wait, []), again) == 8
+    piece, rest = ([], [('a', 3, 0, 0)], wait, []), ([], [('a', 2, 3, 1)], wait, [])
+    assert gap(USERS, (['a', 'a2', 'b'], [('a', 4, 0, 1)], wait, []), piece, rest) == 8
 
 def test_fairness_looks_only_at_those_who_wait():
     ran = [('a', 4, 0, 0)]
@@ -96,7 +112,7 @@ def test_fairness_absence_is_no_claim():
     more = [], [('a', 1, 12, 1)], ('a2', 'b'), []
     assert gap(USERS, first, (['b'], [], ('a2', 'b'), []), more) == 2
     home = [], [], (), ['a', 'a2']                                     # everybody leaves: forgotten
-    assert gap(USERS, first, home, (['b', 'c'], [], ('b', 'c'), [])) == 0
+    assert gap(USERS, first, home, (['b', 'a3'], [], ('b', 'a3'), [])) == 0
 
 def test_users_are_those_of_the_workload_in_its_order():
     work = crowd(1)
@@ -270,3 +286,11 @@ def test_other_answers_are_found(monkeypatch, capsys):
     assert lab_command('rush', **args) == 0 and '3 of 3 equal' in capsys.readouterr().out
     monkeypatch.setattr(lab_module, '_serve', other)
     assert lab_command('rush', **args) == 1 and 'DIFFERENT: static: request 1' in capsys.readouterr().out
+
+def test_who_left_somebody_out_is_named():
+    "A scheme without chunks refuses a long prompt: what it is good at then, it is on an easier crowd"
+    work = Workload('two', [WorkItem(3, [('a', 8)]), WorkItem(3, [('b', 40)], .1)])
+    lab = run_lab(work, ['vllm', 'orca', 'nano'], Cost.stated(), max_num_batched_tokens=16)
+    said = '1 request not served by orca, nano: other numbers are of the rest, an easier crowd'
+    assert lab.without == said and repr(lab).endswith(said) and said in lab._repr_html_() and said in lab.page()
+    assert run_lab(work, ['vllm', 'static'], Cost.stated(), max_num_batched_tokens=16).without == ''
