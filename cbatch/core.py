@@ -192,7 +192,7 @@ class Reason(NamedTuple):
 
     def __str__(self)->str:
         text = self.why.value if isinstance(self.why, Why) else self.why
-        return text.format(n=self.n, of=self.of, s='s' * (self.n != 1)) if isinstance(self.why, Why) else text
+        return text.format(n=self.n, of=self.of, s='' if self.n == 1 else 's') if isinstance(self.why, Why) else text
 
 _SHARES = Why.DECODE, Why.PREFILL, Why.CHUNK
 

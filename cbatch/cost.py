@@ -116,6 +116,7 @@ class Cost:
         if self.source is None or self.error is None: return f"Cost(stated, not measured: {each})"
         return f"Cost(measured: {each}; {_place(self.source)}; {_wrong(self.error)})"
 
+def _is_machine(m:Any)->bool: return isinstance(m, dict) and isinstance(m.get('versions') or {}, dict)
 def _place(s:dict[str, Any])->str:
     m = s['machine']
     where = f"{m.get('gpu') or m.get('cpu')}, {m.get('cores')} cores, {m.get('threads')} threads"
@@ -136,7 +137,8 @@ def fit(cls:Cost,
     "A cost fitted to three blocks of ten steps out of four, and tried on the fourth; `ValueError` for too few"
     if lacks := [k for k in _FACTS if k not in source]:
         raise ValueError(f"source has no {', '.join(lacks)}: say where these steps were measured")
-    steps = [(features(r), t) for r, t in zip(records, step_seconds(records)) if r.scheduled and t > 0]
+    if not _is_machine(source['machine']): raise ValueError(f"source machine={source['machine']!r:.80}: give a dict")
+    steps = [(features(r), t) for r, t in zip(records, step_seconds(records)) if r.scheduled and 0 < t < math.inf]
     if len(steps) < _FEWEST: raise ValueError(f"{len(steps)} steps computed something: a fit needs {_FEWEST}")
     X, y = np.array([x for x, _ in steps], float), np.array([t for _, t in steps])
     held = np.arange(len(y)) // _BLOCK % 4 == 3
@@ -169,7 +171,7 @@ def from_dict(cls:Cost, d:Any)->Cost:
     if not _numbers(each, FEATURES, 0):
         raise ValueError(f"coefficients {each!r:.80}: must be {', '.join(FEATURES)}, each a number from 0 up")
     if error is None and source is None: return cls(Features(**each))
-    if not isinstance(source, dict) or not {*_FACTS, 'records'} <= set(source) or type(source['machine']) is not dict:
+    if not isinstance(source, dict) or not {*_FACTS, 'records'} <= set(source) or not _is_machine(source['machine']):
         raise ValueError(f"source {source!r:.80}: must say {', '.join(_FACTS)} and records")
     if not _numbers(error, ('mean', 'p95', 'run'), -1):
         raise ValueError(f"error {error!r:.80}: must be mean, p95 and run, each a number")

@@ -217,7 +217,7 @@ def page(self:Lab)->str: # HTML
         pictures = [_svg(frontier(self, x, y, title)) for x, y, title in FRONTIERS if len(self.columns((x, y))) == 2]
     out = f'{self.head()}<div class="front">{"".join(pictures)}</div>'
     out += f'<h2>All numbers</h2>{self.table()}'
-    cut, num = window(self.traces), {p: len(t) for p, t in self.traces.items()}
+    cut, num = window({p: t for p, t in self.traces.items() if len(t)}), {p: len(t) for p, t in self.traces.items()}
     if cut: out += '<h2>Step by step</h2><p>Arrow keys, the slider or a click on the timeline move on.</p>'
     for p, t in cut.items():
         ends = f'{p}: steps {t.records[0].step} to {t.records[-1].step} of {num[p]}, around the longest line'

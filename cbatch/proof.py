@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from hashlib import blake2b
 from typing import Any
 from .catalog import get_policy, wrong_policy
-from .core import Plan, Request, Status, StepOutput, in_words
+from .core import Plan, Request, Status, StepOutput, in_words, is_for_all
 from .kv_blocks import BlockManager, slot_mapping
 from .params import CapacityError, EngineConfig, ParamError, SamplingParams, cdiv
 from .preemption import VICTIMS, get_preemptor
@@ -227,7 +227,8 @@ def one_life(
     policy = make()
     life = Life(policy, seed)
     try: return life.run()
-    except Exception as e:
+    except BaseException as e:
+        if is_for_all(e): raise
         made = life.s.plan
         log = [*life.log, *([made] if made is not None and not any(p is made for p in life.log) else [])]
         what = str(e) if isinstance(e, (AssertionError, ValueError)) and str(e) else in_words(e)
@@ -238,7 +239,9 @@ STREAMS:dict[str, tuple[dict[str, Any], dict[str, Any]]] = {   # what the others
     'younger': (dict(max_tokens=12), dict(max_tokens=12)),
     'shorter': (dict(max_tokens=200), dict(max_tokens=2)),
     'more urgent': (dict(max_tokens=12), dict(max_tokens=12, priority=-1)),
-    'of another user': (dict(max_tokens=12, user='a'), dict(max_tokens=12, user='b'))}
+    'shorter in prompt': (dict(max_tokens=12, prompt_ids=[1] * 40), dict(max_tokens=12)),
+    'of another user': (dict(max_tokens=12, user='a'), dict(max_tokens=12, user='b')),
+    'of a user before it': (dict(max_tokens=12, user='b'), dict(max_tokens=12, user='a'))}
 
 def starved(
     policy:Policy,
@@ -248,7 +251,8 @@ def starved(
     "Is somebody never done while others keep coming?"
     (mine, theirs), tokens = STREAMS[others], 0
     s = Scheduler(EngineConfig(max_num_seqs=2, max_num_batched_tokens=16), BlockManager(400, 4), policy)
-    new = lambda i, what: Request(f'r{i}', [1] * 4, SamplingParams(), arrival=float(i), seq=i, **what)
+    new = lambda i, what: Request(f'r{i}', params=SamplingParams(), arrival=float(i), seq=i,
+                                  **(dict(prompt_ids=[1] * 4) | what))
     one, n = new(0, mine), 1
     for now in range(steps):
         if now == 3: s.add(one)
@@ -278,7 +282,8 @@ def against_oracle(
                     ref = generate_ref(model, ids, params).token_ids
                     assert compare_tokens(model, ids, ours, ref), f"{ours} for {ids}, and alone it is {ref}"
                     num += 1
-            except Exception as e:
+            except BaseException as e:
+                if is_for_all(e): raise
                 s, what = llm.scheduler, str(e) if isinstance(e, AssertionError) else in_words(e)
                 raise PolicyError(policy.name, seed, s.num_steps, f"on the tiny model, {what}",
                                   [s.plan] if s.plan else []) from e
@@ -344,6 +349,8 @@ def check_policy(
     make = maker(policy)
     proof = Proof(make().name, lives)
     for i in range(seed, seed + lives): proof.met.update(one_life(make, i))
+    if lives and not proof.met['requests']:
+        raise PolicyError(proof.policy, seed, 0, "it refuses everybody: nothing is proved", [])
     if engine: proof.answers = against_oracle(make, seed)
     proof.starves = {k: found for k in STREAMS if (found := starved(make(), k))}
     say(str(proof))

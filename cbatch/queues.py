@@ -107,13 +107,16 @@ class VTC(Policy):
     name = 'vtc'
     def __init__(self,
         w_in:float=1., w_out:float=2., # what a token of a prompt counts, and one of an answer
+        most:int=1024,                 # users without a request whose counters are kept; the least go
     ):
+        self.most = check_whole('most', most, 0, 'a number of users, from 0 up')
         self.w_in, self.w_out = (check_number(k, w, 0, 1e6, 'a weight from 0 up')
                                  for k, w in dict(w_in=w_in, w_out=w_out).items())
         self.served:defaultdict[str|None, float] = defaultdict(float)  # counter of each user
         self.stand:dict[str, float] = {}       # of those who wait: what their user's counter will be at their turn
         self.queued:set[str|None] = set()      # users who had somebody waiting when the last step was planned
         self.last:str|None = None              # of those who have nobody any more, the last
+        self.room = 64                         # counters that may be kept before somebody is forgotten
 
     def key(self, r:Request)->Any: return self.stand.get(r.request_id, self.served.get(r.user, 0.)), r.age
 
@@ -137,14 +140,21 @@ def lift(self:VTC, s:Scheduler):
     here = {r.user for r in s.waiting}
     if gone := self.queued - here: self.last = max(gone, key=lambda u: self.served[u])
     self.queued &= here
-    floor = lambda: min((self.served[u] for u in self.queued), default=self.served[self.last])
+    least = min((self.served[u] for u in self.queued), default=self.served[self.last])
     for r in s.waiting if here - self.queued else ():
         if r.user in self.queued: continue
-        self.served[r.user] = max(self.served[r.user], floor())
+        self.served[r.user] = max(self.served[r.user], least)
+        if not self.queued: least = self.served[r.user]
         self.queued.add(r.user)
-    if len(self.served) > 2 * (len(s.waiting) + len(s.running)) + 64:      # who would be lifted anyway is forgotten
-        least, stay = floor(), here | {r.user for r in s.running} | {self.last}
-        self.served = defaultdict(float, {u: c for u, c in self.served.items() if u in stay or c > least})
+    if len(self.served) > self.room: self.forget(here.union((r.user for r in s.running), [self.last]), least)
+
+@patch
+def forget(self:VTC, stay:set[str|None], least:float):
+    "Forget who would be lifted anyway, and, of too many, those who were served least"
+    gone = sorted(((c, u) for u, c in self.served.items() if u not in stay and c > least), key=lambda x: x[0])
+    kept = {u: c for c, u in gone[max(0, len(gone) - self.most):]}
+    self.served = defaultdict(float, {u: self.served[u] for u in stay} | kept)
+    self.room = 2 * len(self.served) + 64             # look again when there are twice as many
 
 @patch
 def line_up(self:VTC, s:Scheduler):

@@ -199,6 +199,7 @@ def pause(self:Roster, r:Request, plan:Plan, why:str=Why.NOTHING):
     "For policies, in their `turns`: `r` leaves the batch for the queue and keeps its memory, unless others need it"
     if r not in self.running or r in plan.admitted:
         raise ValueError(f"{r.request_id} can't pause: it is {r.status.value}, not in this batch, or has just joined")
+    if not isinstance(why, str): raise ValueError(f"{r.request_id} can't pause: {why!r} is no reason, give words")
     grown = plan.blocks.get(r.request_id)
     self.requeue(r, Status.PAUSED)
     self.leave_batch(r, plan)

@@ -134,8 +134,10 @@ def _again(self:Scheduler, r:Request, why:Reason)->Reason:
 @patch
 def _padding(self:Scheduler, rows:list[Padding], left:int)->list[Padding]:
     "What the policy pads the step with, looked at"
-    if not isinstance(rows, list) or not all(isinstance(p, Padding) for p in rows):
-        raise self.wrong(f"padding gave {rows!r}: give a list of Padding")
+    whole = lambda p: isinstance(p.num_tokens, int) and isinstance(p.context_len, int)
+    good = lambda p: isinstance(p, Padding) and whole(p) and 0 < p.num_tokens <= p.context_len
+    if not isinstance(rows, list) or not all(map(good, rows)):
+        raise self.wrong(f"padding gave {rows!r:.80}: give a list of Padding, each of 1 to context_len tokens")
     if sum(p.num_tokens for p in rows) > left: raise self.wrong("padding over the budget")
     return rows
 
@@ -251,7 +253,8 @@ def _shut(self:Scheduler, plan:Plan)->Reason|None:
     if self.closed is False:
         self.closed = why = self.policy.close(self, plan.now)
         if isinstance(why, str): self.closed = Reason(why)
-        elif not isinstance(why, (Reason, type(None))): raise self.wrong(f"close gave {why!r}, not a reason")
+        elif why is not None and not (isinstance(why, Reason) and isinstance(why.why, str)):
+            raise self.wrong(f"close gave {why!r}, not a reason")
     return self.closed or (_FULL if len(self.running) >= self.config.max_num_seqs else None)
 
 # %% ../nbs/18_scheduler.ipynb #330abdda
@@ -264,8 +267,16 @@ def _why_not(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan)
         unasked = sum(self.blocks.blocks_short(x, x.num_tokens) for x in self.running if x.turn != self.num_plans)
     else: unasked = 0
     need = self.blocks.blocks_short(r, max(room, r.num_tokens)) - len(found.blocks) + found.num_free
-    need += self.promised + unasked + self.policy.spare(self, r, plan)
+    need += self.promised + unasked + self._spare(r, plan)
     return Reason(Why.BLOCKS, need - self.blocks.num_free_blocks) if need > self.blocks.num_free_blocks else None
+
+@patch
+def _spare(self:Scheduler, r:Request, plan:Plan)->int:
+    "Blocks that the policy wants to stay free when `r` joins"
+    n = self.policy.spare(self, r, plan)
+    if not isinstance(n, int) or n < 0:         # with fewer than none, `r` would join without its blocks
+        raise self.wrong(f"spare gave {n!r} blocks for {r.request_id}: give a whole number, from 0 up")
+    return n
 
 @patch
 def _reserve(self:Scheduler, r:Request)->int:

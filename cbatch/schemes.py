@@ -166,8 +166,8 @@ class SGLang(PromptsFirst):
 def line_up(self:SGLang, s:Scheduler):
     "Put the queue in order: who finds most in the cache stands first"
     found = {r.request_id: s.blocks.find(r) for r in s.waiting} if len(s.waiting) <= MOST_RANKED else {}
-    self.rank = {i: (f.wait is not None, -f.num_tokens) for i, f in found.items()}
-    s.waiting.reorder()
+    before, self.rank = self.rank, {i: (f.wait is not None, -f.num_tokens) for i, f in found.items()}
+    if before or found: s.waiting.reorder()       # else all stand as they came
     self.stale = False
 
 @patch

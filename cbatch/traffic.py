@@ -56,12 +56,12 @@ def _document(path:Path, text:str)->Iterator[tuple[str, Any]]:
         yield f'item {n}', row if isinstance(row, dict) else 'no object'
 
 # %% ../nbs/36_traffic.ipynb #5c5b1411
-def _whole(x:Any, lo:int, name:str)->int:
+def _whole(x:Any, lo:int, name:str, hi:int=10**7)->int:
     "A whole number from CSV or JSON"
     try: n = int(x) if isinstance(x, str) or float(x) == int(x) else None
     except (ValueError, TypeError, OverflowError): n = None
-    if n is not None and not isinstance(x, bool) and lo <= n <= 10**9: return n
-    raise ValueError(f'{name} is no whole number from {lo} up', x)
+    if n is not None and not isinstance(x, bool) and lo <= n <= hi: return n
+    raise ValueError(f'{name} is no whole number from {lo} to {hi}', x)
 
 # %% ../nbs/36_traffic.ipynb #adb6e214
 _UNITS = dict(s=1., ms=1e3, us=1e6, ns=1e9)   # ticks in a second
@@ -127,7 +127,7 @@ def _item(row:Any, col:dict[str, Any], unit:str|None, where:str)->WorkItem:
     num = _whole(get('prompt_len'), 1, col['prompt_len'])
     item = WorkItem(_whole(get('output_len'), 0, col['output_len']), _parts(num, get('hashes'), where))
     if 'arrival' in col: item.arrival = _time(get('arrival'), unit or _unit(col), col['arrival'])
-    if 'priority' in col: item.priority = _whole(get('priority'), -2**31, 'priority')
+    if 'priority' in col: item.priority = _whole(get('priority'), -10**9, 'priority', 10**9)
     item.user, item.session = (str(v) if (v := get(k)) not in ('', None) else None for k in ('user', 'session'))
     return item
 

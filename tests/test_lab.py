@@ -201,6 +201,10 @@ def test_the_page_needs_nobody_and_believes_nobody():
     ids = {r for rec in lab.traces['vllm'] for r, _, _ in rec.arrived}
     assert all(page.count(f'<summary>{r}: ') == 2 for r in ids)               # a story under both
 
+def test_nobody_comes_to_the_page():
+    lab = run_lab(Workload('nobody', [], 4), ['static', 'vllm'])
+    assert 'nobody' in lab.page() and 'Step by step' not in lab.page()
+
 def test_a_window_is_where_people_stand():
     lab = run_lab(rush(24), ['static', 'vllm'], max_num_seqs=3, max_num_batched_tokens=64)
     longest = max(r.num_waiting for r in lab.traces['static'])

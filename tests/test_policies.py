@@ -4,7 +4,7 @@ One of them pauses requests: they leave the batch and keep their memory, as long
 import random
 import pytest
 from cbatch import CapacityError
-from cbatch.core import Code, Kind, Padding, Status, Why
+from cbatch.core import Code, Kind, Padding, Reason, Status, Why
 from cbatch.preemption import VICTIMS
 from cbatch.proof import ToyMemory
 from cbatch.scheduler import Policy
@@ -137,6 +137,19 @@ def test_only_who_runs_can_rest(engine, tiny):
     llm.add(P[0], sp())
     with pytest.raises(ValueError, match='just joined'): llm.step()
 
+def test_a_pause_has_a_reason_in_words(engine, tiny):
+    class Numbered(Policy):
+        def turns(self, s, plan):
+            for r in list(s.running): s.pause(r, plan, 5)
+            yield from s.line_of_waiting()
+    llm = engine(policy=Numbered())
+    rid = llm.add(P[0], sp())
+    llm.step()
+    with pytest.raises(ValueError, match='5 is no reason'): llm.step()
+    llm.scheduler.policy = Policy()
+    assert drain(llm)[rid].outputs[0].token_ids == solo(tiny, P[0], sp())
+    quiet(llm)
+
 def test_prompts_first(engine, tiny):
     "A newcomer's prompt takes the whole budget while the others wait"
     llm = engine(policy=PromptsFirst(), max_num_batched_tokens=10)
@@ -234,6 +247,22 @@ class Halves(Policy):
 class Generous(Policy):
     def chunk(self, s, r, wanted, left): return wanted + 1
 
+class Spares(Policy):
+    "Lets in whoever has no room"
+    def spare(self, s, r, plan): return -100
+
+class NoNumber(Policy):
+    def spare(self, s, r, plan): return float('nan')
+
+class Owed(Policy):
+    def padding(self, s, plan): return [Padding(-5, 1)]
+
+class Parts(Policy):
+    def padding(self, s, plan): return [Padding(1, 1.5)]
+
+class NoWords(Policy):
+    def close(self, s, now): return Reason(5)
+
 class Padded(Policy):
     def padding(self, s, plan): return [Padding(99, 99)]
 
@@ -259,7 +288,8 @@ class Greedy(Policy):
     (Deaf, 'again and again'), (Nobody, 'not a request'), (Listed, 'not a generator'), (Halves, 'whole number'),
     (Generous, 'at most'), (Padded, 'over the budget'), (Sometime, 'wakeup gave nan'), (Closed, 'not a reason'),
     (Soon, "wakeup gave 'x'"), (Wide, 'padding gave 5'), (Wider, r'padding gave \[5\]'),
-    (Greedy, "reserve gave 'all'")])
+    (Greedy, "reserve gave 'all'"), (Spares, 'spare gave -100'), (NoNumber, 'spare gave nan'),
+    (Owed, 'padding gave .*-5'), (Parts, 'padding gave .*1.5'), (NoWords, 'not a reason')])
 def test_a_wrong_policy_is_told_so(engine, tiny, make, words):
     "By its name, and nobody has lost anything: under a policy that is right all are served"
     llm = engine(num_blocks=14, max_num_seqs=2, policy=make())

@@ -84,7 +84,17 @@ class Double(Policy):
         yield from super().turns(s, plan)
         plan.scheduled += plan.scheduled[:1]
 
-BAD = {Deaf: 'again and again', Nobody: 'not a request', Listed: 'not a generator', Halves: 'whole number',
+class Nobodys(Policy):
+    "Has room for nobody"
+    def refuses(self, s, r): return 'full'
+
+class Panics(Policy):
+    "As a library in Rust does: past every `except Exception`"
+    class Panic(BaseException): pass
+    def chunk(self, s, r, wanted, left): raise self.Panic('in the library')
+
+BAD = {Nobodys: 'refuses everybody', Panics: 'Panic: in the library', Deaf: 'again and again',
+       Nobody: 'not a request', Listed: 'not a generator', Halves: 'whole number',
        Closed: 'not a reason', Generous: 'at most', Padded: 'over the budget', Sometime: 'wakeup gave nan',
        Idle: 'nothing runs', Bully: 'starved', Thief: '', Liar: 'told twice, or lost', Forgetful: '',
        Muddled: 'TypeError', Falls: 'KeyError', Late: 'nothing runs', Double: 'are allowed'}
@@ -116,6 +126,12 @@ def test_starvation_in_a_stream():
         def key(self, r): return -r.arrival, r.seq
     assert all(starved(Youngest(), k) for k in STREAMS)
     assert set(STREAMS) > {k for k in STREAMS if starved(Priority(aging=None), k)} == {'more urgent'}
+    class Shortest(Policy):
+        def key(self, r): return len(r.prompt_ids), r.age
+    class ByName(Policy):
+        def key(self, r): return r.user or '', r.age
+    assert [k for k in STREAMS if starved(Shortest(), k)] == ['shorter in prompt']
+    assert [k for k in STREAMS if starved(ByName(), k)] == ['of a user before it']
     assert '0 of 12 tokens in 50 steps' in starved(Youngest(), 'younger', steps=50)
 
 # --- faults below the policy

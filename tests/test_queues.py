@@ -187,6 +187,25 @@ def test_users_who_left_are_forgotten():
     play(p, [job(i, 2, 2, f'u{i}') for i in range(600)], slots=4)
     assert len(p.served) < 200
 
+def test_only_the_most_served_are_remembered_of_many_who_left():
+    "Newcomers begin at the least counter, so it never rises, and all who were served are ahead of it"
+    few, all_of_them, crowd = VTC(most=20), VTC(), [job(i // 2, 1 + (i == 5) * 30, 2, f'u{i}') for i in range(900)]
+    for p in (few, all_of_them): play(p, crowd, slots=2)
+    assert len(few.served) < 250 and len(all_of_them.served) > 800
+    assert few.served['u5'] == max(few.served.values()) > 60
+
+def test_a_queue_of_many_users_is_lined_up_in_one_pass():
+    "Their counters are looked at a few times each, not once for each of the others"
+    class Counting(dict):
+        looks = 0
+        def __getitem__(self, k): Counting.looks += 1; return self.setdefault(k, 0.)
+    p = VTC()
+    p.served = Counting()
+    s = Scheduler(EngineConfig(max_num_seqs=2), BlockManager(99, 4), p)
+    for i in range(300): s.add(Request(f'r{i}', [0], SamplingParams(), 5, seq=i, user=f'u{i}'))
+    p.lift(s)
+    assert 0 < Counting.looks < 3000
+
 # --- feedback
 
 def test_short_ones_are_done_sooner_and_nothing_is_computed_twice():

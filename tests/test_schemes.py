@@ -8,12 +8,13 @@ from cbatch.core import Request, Status, StepOutput
 from cbatch.params import EngineConfig, ParamError, SamplingParams, cdiv
 from cbatch.preemption import Preempt, VICTIMS
 from cbatch.prefix_caching import PrefixBlocks
+from cbatch.proof import ToyMemory
+from cbatch.roster import WaitingQueue
 from cbatch.scheduler import Policy, Scheduler
 from cbatch.schemes import (MOST_RANKED, TGI, MaxUtilization, Nano, NoEvict, Orca, Sarathi, SGLang, VLLM0,
                             blocks_to_come, still_reads)
 from ask import sp
 from harness import quiet
-from test_policies import Exact
 from test_seams import P, ids, solo
 from toy import Crowd, alone
 from world import World, live_on
@@ -40,7 +41,7 @@ def draw(rng, policy, mode, cls=World, **cfg):
     own = dict(victim=rng.choice(list(VICTIMS)), swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7)
     w = cls(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14), policy,
             preemption=mode, **own | cfg)
-    w.memory = Exact(w.pool, w.cfg.block_size)
+    w.memory = ToyMemory(w.pool, w.cfg.block_size)
     return w
 
 def lives(make, mode, seeds, **kw):
@@ -374,6 +375,17 @@ def test_nobody_is_looked_up_in_vain(monkeypatch):
     assert looked_up(s) == 50 + 1
     for i in range(100): s.add(Request(f'more{i}', [7] * 3, SamplingParams(), 150, seq=100 + i))
     assert looked_up(s) == 1                            # too many
+
+def test_a_long_queue_is_not_lined_up_again_and_again(monkeypatch):
+    "Those who can't be ranked stand as they came"
+    times, reorder = [], WaitingQueue.reorder
+    monkeypatch.setattr(WaitingQueue, 'reorder', lambda self: times.append(len(self)) or reorder(self))
+    s = Scheduler(EngineConfig(max_num_seqs=2, block_size=16), PrefixBlocks(99, 16), SGLang())
+    for i in range(MOST_RANKED + 50): s.add(Request(f'r{i}', [i] * 3, SamplingParams(), 2, seq=i))
+    while s:
+        plan = s.schedule()
+        s.update(plan, StepOutput({x.request.request_id: [1] for x in plan.scheduled if x.rows}))
+    assert times and max(times) <= MOST_RANKED
 
 def test_the_ratio_falls_and_rises():
     "By an equal part of the way with each step in which nobody joins; by what was said after a retract; and at the end"

@@ -1,5 +1,5 @@
 "What a step costs, and a simulation of steps: the same decisions as the engine's, step by step."
-import json, random
+import json, math, random
 from dataclasses import replace
 
 import pytest
@@ -162,6 +162,10 @@ def test_the_error_is_of_steps_held_out(lm):
 def test_a_fit_needs_steps_and_a_place(lm):
     with pytest.raises(ValueError, match='39 steps.*40'): Cost.fit(records(lm)[:39], SOURCE)
     with pytest.raises(ValueError, match='no machine, seed'): Cost.fit(records(lm), dict(model='m', dtype='d'))
+    for machine in ('mine', dict(versions=5)):
+        with pytest.raises(ValueError, match='give a dict'): Cost.fit(records(lm), dict(SOURCE, machine=machine))
+    endless = [replace(r, end=math.inf) for r in records(lm)]
+    with pytest.raises(ValueError, match='0 steps.*40'): Cost.fit(endless, SOURCE)
 
 def test_a_cost_says_where_it_was_measured_or_that_it_was_not(lm):
     said = repr(Cost.fit(records(lm), SOURCE))
@@ -189,6 +193,7 @@ EACH = GOOD['coefficients']
 @pytest.mark.parametrize('bad', [
     [], {}, 7, None, dict(GOOD, cbatch_cost=2), dict(GOOD, error=None), dict(GOOD, source=None),
     dict(GOOD, source={}), dict(GOOD, source=dict(SOURCE, machine='mine', records=9)), dict(GOOD, coefficients=None),
+    dict(GOOD, source=dict(SOURCE, machine=dict(versions=5), records=9)),
     dict(GOOD, error=dict(mean=.1)), dict(GOOD, error=dict(mean='.1', p95=.2, run=0.)),
     *(dict(GOOD, coefficients=dict(EACH, steps=x)) for x in (-1., '1', None, True, float('nan'), float('inf'), [])),
     dict(GOOD, coefficients=dict(EACH, more=1.)), dict(GOOD, coefficients={})])

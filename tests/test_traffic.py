@@ -94,12 +94,15 @@ def test_units_of_time_by_the_rule(tmp_path, column, unit, a, b, gap_s):
     w = load_traffic(write(tmp_path, 'x.csv', text), dict(arrival=column), unit=unit)
     assert [x.arrival for x in w] == pytest.approx([0., gap_s], abs=2e-6) and lens(w) == [(1, 2), (3, 4)]
 
+PROMPT = 'prompt_len is no whole number from 1 to 10000000'
+OUTPUT = 'output_len is no whole number from 0 to 10000000'
+URGENCY = 'priority is no whole number from -1000000000 to 1000000000'
 BAD = [  # a row, and why it is left out
-    ('1,0,2', 'prompt_len is no whole number from 1 up'), ('1,-3,2', 'prompt_len is no whole number from 1 up'),
-    ('1,1.5,2', 'prompt_len is no whole number from 1 up'), ('1,nan,2', 'prompt_len is no whole number from 1 up'),
-    ('1,' + '9' * 5000 + ',2', 'prompt_len is no whole number from 1 up'), ('1,7', 'no answer'), ('1,7,', 'no answer'),
-    ('1,1000000001,2', 'prompt_len is no whole number from 1 up'), ('1,7,0', 'no answer'),
-    ('1,7,-1', 'output_len is no whole number from 0 up'), ('1,7,n/a', 'output_len is no whole number from 0 up'),
+    ('1,0,2', PROMPT), ('1,-3,2', PROMPT),
+    ('1,1.5,2', PROMPT), ('1,nan,2', PROMPT),
+    ('1,' + '9' * 5000 + ',2', PROMPT), ('1,7', 'no answer'), ('1,7,', 'no answer'),
+    ('1,10000001,2', PROMPT), ('1,7,0', 'no answer'),
+    ('1,7,-1', OUTPUT), ('1,7,n/a', OUTPUT),
     ('nan,7,2', 'arrival is no time'), ('inf,7,2', 'arrival is no time'), ('noon,7,2', 'arrival is no time'),
     (',7,2', 'arrival is no time'), ('2023-13-01 00:00:00,7,2', 'arrival is no time'),
     ('-1e999,7,2', 'arrival is no time')]
@@ -118,13 +121,13 @@ def test_rows_of_json_are_counted_too(tmp_path):
     lines = [*map(json.dumps, [good] * 12 + odd), '[1]', '{oops', '{"a": NaN', '17', '[' * 100_000]
     w = load_traffic(write(tmp_path, 'x.jsonl', '\n'.join(lines)))
     assert len(w) == 12 and w.dropped == {
-        'prompt_len is no whole number from 1 up': 2, 'no answer': 1, 'arrival is no time': 2,
-        'priority is no whole number from -2147483648 up': 1, 'no column tells the prompt_len': 1, 'no object': 2,
+        PROMPT: 2, 'no answer': 1, 'arrival is no time': 2,
+        URGENCY: 1, 'no column tells the prompt_len': 1, 'no object': 2,
         'not JSON': 3}
 
 @pytest.mark.parametrize('name,text,says', [
     ('a.csv', 'prompt_len,output_len\n1,2\n1.5,2\nx,2\n',
-     'line 3: prompt_len is no whole number from 1 up: 1.5; 2 rows of 3'),
+     f'line 3: {PROMPT}: 1.5; 2 rows of 3'),
     ('a.csv', 'tokens,output_len\n1,2\n', 'line 2: no column tells the prompt_len: it has tokens, output_len'),
     ('a.jsonl', '{"prompt_len": 1, "output_len": 1}\n[1]\n7\n', 'line 2: no object; 2 rows of 3'),
     ('a.json', '{"prompt_len": 1,\n "output_len": }', 'neither JSON nor an object a line'),
