@@ -17,7 +17,7 @@ from .peers import drive_url, served_model
 from .catalog import get_policy
 from .preemption import Preempt
 from .prefix_caching import PrefixBlocks
-from .results import field_table, read_goodput, refuse_folders, run_results, write_record
+from .results import field_table, read_goodput, refuse_few, refuse_folders, run_results, write_record
 from .scheduler import Scheduler
 from .traffic import get_workload
 from .workloads import Workload, arrivals, smaller
@@ -44,6 +44,7 @@ def bench_throughput(
 )->int:
     "Serve a workload as fast as it goes: static against continuous batching, other engines, and the machine's limit"
     refuse_folders(record=record)
+    refuse_few(repeats=repeats, vocab_size=vocab_size)
     names = [p for p in f'{policies},{peer}'.split(',') if p]
     for p in names:
         if not is_peer(p): get_policy(p)
@@ -98,6 +99,7 @@ def bench_serve(
 )->int:
     "Let people come at a rate, and say how long they wait: a server by its address, or an engine here"
     refuse_folders(record=record)
+    refuse_few(num_prompts=num_prompts, max_concurrency=max_concurrency, vocab_size=vocab_size)
     if not url: EngineConfig(dtype=dtype, policy=get_policy(policy), max_num_seqs=max_num_seqs)   # or it refuses
     slos, work, key = read_goodput(goodput), get_workload(workload, seed), api_key or os.environ.get('OPENAI_API_KEY')
     if num_prompts: work = work[:num_prompts]

@@ -47,8 +47,8 @@ def policy_from_file(
     module.__file__ = path
     sys.modules[module.__name__] = module            # dataclasses look for it there
     try: exec(compile(Path(path).read_bytes(), path, 'exec'), vars(module))
-    except (Exception, SystemExit) as e:
-        raise wrong_policy(policy, f"the file raised {in_words(e)}") from e
+    except (KeyboardInterrupt, GeneratorExit): raise
+    except BaseException as e: raise wrong_policy(policy, f"the file raised {in_words(e)}") from e
     cls:Any = getattr(module, name, None)
     if is_policy(cls): return cls
     have = [k for k, c in vars(module).items() if is_policy(c) and c.__module__ == module.__name__]
@@ -70,4 +70,5 @@ def get_policy(
     try: inspect.signature(cls).bind()
     except TypeError as e: raise wrong_policy(policy, f"{e}: give an object, {cls.__name__}(...)") from None
     try: return cls()
-    except Exception as e: raise wrong_policy(policy, f"{cls.__name__}() raised {in_words(e)}") from e
+    except (KeyboardInterrupt, GeneratorExit): raise
+    except BaseException as e: raise wrong_policy(policy, f"{cls.__name__}() raised {in_words(e)}") from e

@@ -121,7 +121,7 @@ def serve_command(
     "Serve a model over HTTP, as OpenAI's API"
     try: from cbatch.server import serve
     except ModuleNotFoundError as e: raise ValueError(f"serve needs {e.name}: pip install 'cbatch[serve]'") from None
-    failed:list[Exception] = []
+    failed, key = list[Exception](), os.environ.get('CBATCH_API_KEY') or None if api_key is None else api_key
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     config = _checked(
         dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
@@ -129,7 +129,7 @@ def serve_command(
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)
     with _told_once(failed): return serve(
         lambda: _make_llm(model, failed, **config), name, host=host, port=port, limits=limits, trace=trace,
-        api_key=api_key or os.environ.get('CBATCH_API_KEY'), drain_timeout_s=drain_timeout, keep_alive_s=keep_alive,
+        api_key=key, drain_timeout_s=drain_timeout, keep_alive_s=keep_alive,
         clamp_max_tokens=clamp_max_tokens, metrics_compat=metrics_compat, max_body_bytes=max_body_bytes,
         allowed_hosts=allowed_hosts.replace(' ', '').split(','), observers=_observers(otlp, name))
 
@@ -183,20 +183,34 @@ def _as_typed(e:Exception)->str:
     name, equals, rest = str(e).partition('=')
     return _TYPED.get(name, name) + equals + rest
 
-def main(
-    args:list[str]|None=None, # None: the process's own
-)->int:                       # exit code
-    "The command `cbatch`"
-    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='replace')
-    name, *rest = (sys.argv[1:] if args is None else args) or ['--help']
+def _run(args:list[str], last:bool)->int:
+    "A command line; `last`: the process ends with it"
+    name, *rest = args
     if name == 'help' and rest: name, rest = rest[0], [*rest[1:], '--help']
     if name == 'bench' and rest and not rest[0].startswith('-'): name, rest = f'bench {rest[0]}', rest[1:]
     if name in ('-h', '--help', 'help'): print(help_text()); return 0
     if name == 'bench' and {*rest} <= {'-h', '--help'}: print(help_text('bench')); return 0
     if name == '--version': print('cbatch', version('cbatch')); return 0
     if name not in COMMANDS: print(f'cbatch: no command {name!r}\n\n{help_text()}', file=sys.stderr); return 2
+    with leaving(name == 'serve', last): return COMMANDS[name](**parse(name, rest))
+
+def _flush():
+    "What was printed goes out now: where it can't, Python would say so once more at its end, with a traceback"
+    try: sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise
+
+def main(
+    args:list[str]|None=None, # None: the process's own
+)->int:                       # exit code
+    "The command `cbatch`"
+    for k in ('stdout', 'stderr'):
+        if getattr(sys, k) is None: setattr(sys, k, open(os.devnull, 'w'))      # they were closed, as by `>&-`
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='replace')
     try:
-        with leaving(name == 'serve', args is None): return COMMANDS[name](**parse(name, rest))
+        try: return _run((sys.argv[1:] if args is None else args) or ['--help'], args is None)
+        finally: _flush()
     except KeyboardInterrupt: print('\ncbatch: interrupted', file=sys.stderr); return 130
-    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1); return 1  # as in `cbatch demo | head`
+    except BrokenPipeError: return 1                                            # as in `cbatch demo | head`
     except (ValueError, OSError) as e: print(f'cbatch: {_as_typed(e)}', file=sys.stderr); return 2

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-import numpy as np
 from fastcore.basics import patch
 from .catalog import POLICIES, get_policy
 from .cost import Cost
 from .lab_page import FRONTIERS, Lab, frontier, part
 from .measures import MEASURES, judge
 from .people import Person, crowd, let_in
-from .results import machine, read_goodput, refuse_folders, write_record
+from .results import machine, read_goodput, refuse_few, refuse_folders, write_record
 from .trace import written
 from .traffic import get_workload
-from .workloads import WorkItem, Workload, arrivals, lognormal_lens, smaller
+from .workloads import WorkItem, Workload, arrivals, generator_of, lognormal_lens, smaller
 if TYPE_CHECKING:
     from cbatch.llm import LLM
     from cbatch.model import CausalLM
@@ -34,7 +33,7 @@ def rush(
     seed:int=0,
 )->Workload:
     "Made-up chat traffic: bursts, lognormal lengths, six users of whom one sends half, some urgent, a shared beginning"
-    rng = np.random.default_rng(seed)
+    rng = generator_of(seed)
     asks, says = lognormal_lens(rng, n, 56, 1., 8, 320), lognormal_lens(rng, n, 24, 1., 2, 128)
     users = rng.choice(6, n, p=[.5, .2, .12, .08, .06, .04])
     items = [WorkItem(says[i], [('system', 64)] * bool(rng.random() < .67) + [(f'rush/{i}', asks[i])], t,
@@ -142,7 +141,7 @@ def run_lab(
 def _work(workload:str, rate:float, num_prompts:int|None, seed:int)->Workload:
     "The crowd of a command"
     work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed)
-    if num_prompts is not None and num_prompts < 1: raise ValueError(f"--num-prompts {num_prompts}: must be 1 or more")
+    refuse_few(num_prompts=num_prompts)
     work = work[:num_prompts] if num_prompts else work
     return work.at(arrivals(len(work), rate, seed=seed)) if rate else work
 
@@ -243,6 +242,9 @@ def bench_policies(
 )->int:                         # exit code: 1 if answers differ, or somebody had none
     "Every policy on a real model and one crowd: equal answers, one table, and what a step costs here"
     refuse_folders(html=html, figure=figure, record=record)
+    refuse_few(num_prompts=num_prompts)
+    if figure and Path(figure).suffix not in ('.svg', '.png', '.pdf'):
+        raise ValueError(f"--figure {figure}: name a .svg, .png or .pdf")
     slos, names = read_goodput(slo), [p for p in policies.split(',') if p] or list(POLICIES)
     for p in names: get_policy(p)
     work = rush(num_prompts, seed=seed)

@@ -238,10 +238,11 @@ def served_model(
     key:str|None=None,
 )->str:
     "The first model that a server names"
+    from http.client import HTTPException
     from urllib.request import Request, urlopen
-    ask = Request(f'{url}/models', headers={'Authorization': f'Bearer {key}'} if key else {})
     try:
+        ask = Request(f'{url}/models', headers={'Authorization': f'Bearer {key}'} if key else {})
         with urlopen(ask, timeout=10) as r: return json.load(r)['data'][0]['id']
-    except (OSError, ValueError, LookupError) as e:
+    except (OSError, ValueError, LookupError, TypeError, HTTPException) as e:
         said = f"{url} does not answer as an OpenAI-compatible server: {e}"
         raise ValueError(f"{said}; give its address up to /v1") from None

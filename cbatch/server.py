@@ -57,6 +57,7 @@ class Connection(H11Protocol):
         for e in (start, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(e))
         self.transport.close()
+        if self.cycle: self.cycle.disconnected = True      # its head was a request: whoever serves that answers nobody
 
 # %% ../nbs/47_server.ipynb #646523b3
 _ENDS = re.compile(rb'^(content-length|transfer-encoding)[ \t]*:(.*)$', re.I | re.M)
@@ -348,7 +349,7 @@ def make_server(
     if not isinstance(model_name, str) or not 0 < len(model_name) <= LIMITS['text']:
         raise ValueError(f"model_name={model_name!r}: must be a short text")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ''):
-        raise ValueError("api_key: must be printable ASCII without spaces around it")
+        raise ValueError("api_key: must be printable ASCII, not empty and without spaces around it")
     for k, x in dict(drain_timeout_s=drain_timeout_s, keep_alive_s=keep_alive_s).items():
         check_number(k, x, 0, 1e9, 'a number of seconds, from 0 up')
     sock, front = bind(host, port, api_key), Front(AsyncLLM(source, **limits or {}), model_name, **options)

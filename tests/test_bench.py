@@ -255,7 +255,13 @@ def test_what_fails_is_kept_apart(status, events, says):
 def test_nobody_listens():
     sent, took = drive_url('http://127.0.0.1:9/v1', Workload('x', [WorkItem(2, [('a', 3)])]), 'm', 100)
     assert 'Error' in sent[0].error and sent[0].metrics is None and run_results(sent, max(took, 1e-9))['failed'] == 1
-    with pytest.raises(ValueError, match='give its address up to /v1'): served_model('http://127.0.0.1:9/v1')
+    for url in 'http://127.0.0.1:9/v1', 'http://a b/v1', 'http://[::1', '-':
+        with pytest.raises(ValueError, match='give its address up to /v1'): served_model(url)
+
+@pytest.mark.parametrize('status,answer', [(200, b'{"data": 5}'), (200, b'[]'), (200, b'hello'), ('SSH-2.0', b'')])
+def test_whoever_answers_something_else_is_no_server(status, answer):
+    with Toy(lambda b: (status, [answer])) as toy, pytest.raises(ValueError, match='does not answer as an OpenAI'):
+        served_model(toy.url)
 
 def test_concurrency_and_lag():
     with Toy(lambda b: (200, [said('a')] * 5)) as toy:
@@ -305,6 +311,12 @@ def test_scheduler_and_serve(capsys):
     (['throughput', '--goodput', 'ttft'], 'ttft:2000'), (['serve', '--goodput', 'x:1'], 'ttft, tpot, e2el'),
                                        (['throughput', '--dtype', 'int8'], 'must be float32'),
                                        (['serve', '--rate', '-1', '--quick'], 'above 0'),
+    *((c.split(), says) for c, says in {
+        'serve --seed -1': 'seed=-1', 'throughput --quick --seed -1': 'seed=-1', 'policies --seed -1': 'seed=-1',
+        'serve --num-prompts -1': '--num-prompts -1', 'policies --num-prompts 0': '--num-prompts 0',
+        'serve --max-concurrency -1': '--max-concurrency -1', 'serve --vocab-size 0': '--vocab-size 0',
+        'throughput --repeats 0': '--repeats 0', 'policies --figure a.doc': 'a .svg, .png or .pdf',
+        'serve --url http://a.b:x': 'give its address', 'serve --url -': 'give its address'}.items()),
     (['scheduler', '--record', '/no/such/folder/r.json'], 'no folder'), (['nonsense'], 'no command')])
 def test_mistakes_are_said(args, says, capsys):
     assert main(['bench', *args]) == 2 and says in capsys.readouterr().err

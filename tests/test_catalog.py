@@ -23,6 +23,8 @@ class Sized(Policy):
     def __init__(self, size): self.size = size
 class Falls(Policy):
     def __init__(self): raise OSError('no disk')
+class Leaves(Policy):
+    def __init__(self): raise SystemExit(5)
 limit = 5
 """
 
@@ -31,6 +33,7 @@ def mine(tmp_path):
     (tmp_path/'mine.py').write_text(MINE)
     (tmp_path/'broken.py').write_text('def f(:')
     (tmp_path/'leaves.py').write_text('raise SystemExit(3)')
+    (tmp_path/'panics.py').write_text('raise BaseException("a panic")')
     return tmp_path
 
 def test_names_and_aliases():
@@ -55,10 +58,11 @@ def test_a_file_is_run_under_a_name_of_its_own(mine):
 
 @pytest.mark.parametrize('said,words', [
     ('yours.py:Eager', 'there is no file'),
-    ('mine.py:Egaer', 'the file has no Egaer; its policies: Eager, Sized, Falls'),
+    ('mine.py:Egaer', 'the file has no Egaer; its policies: Eager, Sized, Falls, Leaves'),
     ('mine.py:limit', 'limit is not a Policy'), ('mine.py:dataclass', 'dataclass is not a Policy'),
     ('mine.py:Sized', "'size': give an object, Sized"), ('mine.py:Falls', r'Falls\(\) raised OSError: no disk'),
     ('broken.py:X', 'the file raised SyntaxError'), ('leaves.py:X', 'the file raised SystemExit'),
+    ('panics.py:X', 'the file raised BaseException: a panic'), ('mine.py:Leaves', r'Leaves\(\) raised SystemExit'),
     ('mine.py:', 'has no')])
 def test_what_is_wrong_with_a_file(mine, said, words):
     with pytest.raises(ParamError, match=words) as e: get_policy(f'{mine}/{said}')

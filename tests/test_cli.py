@@ -63,6 +63,19 @@ def test_answers_at_once_without_torch(args, code, said):
     if code == 0 or said.startswith('no command'):
         assert 'cbatch' in out + err and ('demo' in out + err or '--version' in args)
 
+@pytest.mark.parametrize('python', ['', '-u'])
+@pytest.mark.parametrize('args,to,codes', [('--help', '>/dev/full', {2}), ('--version', '>/dev/full', {2}),
+    ('replay TRACE', '>/dev/full', {2}), ('replay TRACE', '>&-', {0}), ('replay TRACE', '2>&-', {0}),
+    ('--help', '| true', {0, 1}), ('serve --help', '| true', {0, 1}), ('replay TRACE', '| true', {0, 1})])
+def test_an_output_that_takes_nothing_is_no_traceback(args, to, codes, python):
+    "A full disk, a closed descriptor, and a reader that has left"
+    trace = os.path.join(os.path.dirname(__file__), 'trace_v1.jsonl')
+    run = f"{sys.executable} {python} -c 'import cbatch.cli as c, sys; sys.exit(c.main())' {args}"
+    line = f"set -o pipefail; {run.replace('TRACE', trace)} {to}"
+    r = subprocess.run(['bash', '-c', line], capture_output=True, text=True, env=os.environ | dict(PYTHONUNBUFFERED=''))
+    assert r.returncode in codes and 'Traceback' not in r.stderr and 'Exception' not in r.stderr, r.stderr
+    assert ('No space left' in r.stderr) == (to == '>/dev/full')
+
 def test_options_are_argparse_s_business(capsys):
     for bad in (['demo', '--seeed', '3'], ['demo', '--seed', 'x'], ['replay']):
         with pytest.raises(SystemExit) as e: main(bad)
@@ -92,7 +105,7 @@ def test_numbers_that_serve_refuses(capsys):
                        (['--drain-timeout', '-5'], '--drain-timeout=-5'),
                        (['--stall-timeout', '0'], '--stall-timeout=0'), (['--max-body-bytes', '0'], 'max_body_bytes=0'),
                        (['--num-blocks', '0'], 'num_blocks=0'), (['--max-model-len', '-1'], 'max_model_len=-1'),
-                       (['--keep-alive', 'nan'], '--keep-alive=nan')):
+                       (['--keep-alive', 'nan'], '--keep-alive=nan'), (['--api-key', ''], 'api_key: ')):
         assert main(['serve', 'x', *args]) == 2
         assert word in capsys.readouterr().err
 

@@ -621,6 +621,18 @@ def test_nobody_can_tell_where_it_ends(shared, framing, version):
         said = knocked(shared, head + framing + b'\r\n\r\n' + body + second())
         assert said.count(b'HTTP/1.1 ') == 1 and said[9:10] in b'45' and b'"data":[' not in said, said
 
+@pytest.mark.parametrize('path,kind', [(b'/nowhere', b'application/json'), (b'/v1/completions', b'text/plain'),
+                                       (b'/health', b'application/json'), (b'/v1/completions', b'application/json')])
+def test_a_head_with_a_body_that_is_none(shared, path, kind, caplog):
+    "In one packet: one answer, and no second one by the handler, which would be an error in the log"
+    head = b'POST ' if path != b'/health' else b'GET '
+    head += path + b' HTTP/1.1\r\nHost: localhost\r\nContent-Type: ' + kind + b'\r\n' + CHUNKS + b'\r\n\r\n'
+    for body in (b'zz\r\n', b'2\r\n{}\r\n-1\r\n', b'0\r\nX y\r\n\r\n'):
+        said = knocked(shared, head + body)
+        assert said.count(b'HTTP/1.1 ') == 1 and said.startswith(b'HTTP/1.1 400') and b'no HTTP request' in said
+    shared.rests()
+    assert not caplog.records, caplog.text
+
 def test_an_encoding_in_http_1_0(shared):
     said = knocked(shared, b'POST /nowhere HTTP/1.0\r\nHost: localhost\r\n' + CHUNKS + b'\r\n\r\n0\r\n\r\n' + second())
     assert said.startswith(b'HTTP/1.1 400') and said.count(b'HTTP/1.1 ') == 1
