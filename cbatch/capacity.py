@@ -250,7 +250,7 @@ class Check:
     def __repr__(self)->str:
         rows = [f"{k:4.0%} {t.rate:9.3g}/s {_share(t.attainment):>8}{'' if t.keeps_up else ', the queue grows'}"
                 for k, t in sorted(self.trials.items())]
-        if self.confirmed: said = f'confirmed within {self.within:.0%}'
+        if self.confirmed: said = f'confirmed within {self.within:.0%}: {1 - self.within:.0%} of it is held, {1 + self.within:.0%} is not'
         elif not self.holds: said = f'not confirmed: too high, not even {min(self.trials):.0%} of it is held'
         else: said = f'not confirmed: of what was forecast {self.holds:.0%} is held'
         return '\n'.join([*rows, said])
@@ -313,7 +313,7 @@ def basis(cost:Cost, measured_now:bool=False)->str:
     if cost.source is None: return f"Forecast by a cost that nobody measured: {cost!r}"
     there, here = cost.source['machine'], machine()
     same = all(there.get(k) == here[k] for k in ('cpu', 'cores', 'threads', 'gpu'))
-    where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine'
+    where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine (--calibrate measures this one)'
     return f"Forecast by a cost measured {'here and now' if measured_now else where}: {cost!r}"
 
 # %% ../nbs/63_capacity.ipynb #34cbaefd
@@ -393,7 +393,7 @@ def capacity_command(
     known = known or _measure(lm, work, seed, cpu_clock, **{k: asked[k][0] for k in sizes})
     if save_cost: known.to_json(save_cost)
     table = capacities(work, **asked, cost=known, seed=seed)
-    print(repr(work), basis(known, here), table, sentence(table.best, think), sep='\n', flush=True)
+    print(repr(work), table, sentence(table.best, think), basis(known, here), sep='\n', flush=True)
     check = _check(lm, table.best, work, seed, cpu_clock) if run and table.best.at else None
     if check: print(check)
     write_record(record, trace=trace, seed=seed, asked=asked, cost=known.to_dict(), **_facts(table, check))

@@ -130,7 +130,7 @@ def run_lab(
     lab = Lab(repr(work), _said(cost, model, config, cpu_clock), {}, slos or {})
     for p, policy in names.items():
         served = _serve(policy, work, cost, model, seed, cpu_clock, config)
-        lab.rows[p] = judge(served, work, slos)
+        lab.rows[p] = judge(served, work, slos) | dict(why=next((s.error for s in served.sent if s.error), None))
         if model is not None: print(f'{p}: {served.took_s:.1f} s', flush=True)
         lab.answers[p] = [s.output_ids for s in served.sent] if model is not None else []
         if p in seen and served.trace: lab.traces[p] = part(served.trace, served.first_step)
@@ -138,9 +138,9 @@ def run_lab(
     return lab
 
 # %% ../nbs/62_lab.ipynb #c0d858f8
-def _work(workload:str, rate:float, num_prompts:int|None, seed:int)->Workload:
+def _work(workload:str, rate:float, num_prompts:int|None, seed:int, columns:str='')->Workload:
     "The crowd of a command"
-    work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed)
+    work = rush(seed=seed) if workload == 'rush' else get_workload(workload, seed, columns)
     refuse_few(num_prompts=num_prompts)
     work = work[:num_prompts] if num_prompts else work
     return work.at(arrivals(len(work), rate, seed=seed)) if rate else work
@@ -159,6 +159,7 @@ def _save(lab:Lab, html:str|None, record:str|None, **facts:Any):
     if html:
         with written(html) as f: f.write(lab.page())
         print(f'page: {Path(html).absolute()}')
+    else: print('--html PAGE writes what each number means, pictures, and why each request waited')
     write_record(record, lab=lab.to_dict(), **facts)
 
 # %% ../nbs/62_lab.ipynb #caf49e78
@@ -167,8 +168,8 @@ def lab_command(
     policies:str='',            # by commas; all that there are
     rate:float=0.,              # requests per second; 0: the workload's own times
     num_prompts:int|None=None,  # the first so many of the workload
-    max_num_seqs:int=8,         # slots of the batch
-    max_num_batched_tokens:int=1024, # tokens a step computes at most; schemes without chunks refuse longer prompts
+    max_num_seqs:int|None=None, # slots of the batch; by default those the workload is meant for, else 32
+    max_num_batched_tokens:int=2048, # tokens a step computes at most; schemes without chunks refuse longer prompts
     num_blocks:int|None=None,   # KV pool, in blocks of 16 tokens; simulated without one, memory is never short
     slo:str='ttft:2000,tpot:100', # limits in ms: ttft, tpot, e2el
     cost:str='measured',        # what a step takes: measured (see the output where), stated, or a file of Cost.to_json
@@ -179,14 +180,16 @@ def lab_command(
     html:str|None=None,         # write a page here
     record:str|None=None,       # write the numbers as JSON
     seed:int=0,                 # of workload, arrivals and prompts
+    columns:str='',             # of a file, what it calls its columns: prompt_len=in,output_len=out,arrival=ts
 )->int:                         # exit code: 1 if answers differ
     "Serve one workload under every policy, by simulation or on a model: one table, one page"
     refuse_folders(html=html, record=record)
     for p in filter(None, f'{policies},{look}'.split(',')): get_policy(p)
-    work, slos, price = _work(workload, rate, num_prompts, seed), read_goodput(slo), _cost(cost)
+    work, slos, price = _work(workload, rate, num_prompts, seed, columns), read_goodput(slo), _cost(cost)
     lm = _load(model, dtype) if run else None
+    slots = (work.max_num_seqs or 32) if max_num_seqs is None else max_num_seqs
     lab = run_lab(work, [p for p in policies.split(',') if p], price, lm, slos, seed, look.split(','),
-                  max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
+                  max_num_seqs=slots, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
     _save(lab, html, record, workload=workload, seed=seed)
     return int(run and not _all_equal(lm, work, seed, lab.answers))
 

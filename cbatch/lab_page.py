@@ -50,7 +50,8 @@ class Lab:
         lost:dict[int, list[str]] = {}
         for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
         said = [f"{n} request{'s' * (n > 1)} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
-        return f"{'; '.join(said)}: other numbers are of the rest, an easier crowd" if said else ''
+        why = next((f' ({row["why"]})' for row in self.rows.values() if row.get('why')), '')
+        return f"{'; '.join(said)}{why}: other numbers are of the rest, an easier crowd" if said else ''
 
     def __repr__(self)->str:
         table = text_table(self.rows, self.columns(COLUMNS))

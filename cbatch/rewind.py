@@ -352,6 +352,7 @@ def _again(trace:Trace, out:str|None, html:str|None, **config:Any)->int:
     print(*table_lines(compare(short)), '', diff(trace, new), '', _forecast(served.cost), sep='\n')
     if lost: print('not served again:', ', '.join(f'{n} ({why})' for why, n in lost.items()))
     if failed: print(f'refused now: {len(failed)}, as {failed[0]}')
+    print('a trace knows lengths, and neither what was asked at most nor which prompts share a beginning')
     if out: new.to_jsonl(out, trace.prompts)
     if html: _page(html, names)
     return 0

@@ -375,7 +375,7 @@ def serve(
     server = make_server(source, model_name, **kw)
     server.say = _say
     raise_descriptors()
-    _say(f'listening at {server.url}/v1 (Ctrl-C ends it)')
+    _say(f'listening at {server.url}/v1, loading the model: wait for "ready" (Ctrl-C ends it)')
     with server.capture_signals():          # what comes when all is over changes nothing
         server.run(sockets=[server.sock])
         worker = server.engine.worker

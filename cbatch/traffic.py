@@ -85,10 +85,13 @@ def _time(x:Any, unit:str|None, name:str)->float:
 
 # %% ../nbs/36_traffic.ipynb #1f03464f
 _NAMES:dict[str, tuple[str, ...]] = dict(
-    arrival=('arrival', 'timestamp', 'arrived_at', 'start_times'),
-    prompt_len=('prompt_len', 'contexttokens', 'request tokens', 'input_length', 'num_prefill_tokens', 'input_lens'),
+    arrival=('arrival', 'timestamp', 'arrived_at', 'start_times', 'time', 'start_time', 'starttime', 'created_at',
+             'created', 'date', 'ts'),
+    prompt_len=('prompt_len', 'contexttokens', 'request tokens', 'input_length', 'num_prefill_tokens', 'input_lens',
+                'prompt_tokens', 'input_tokens', 'usage.prompt_tokens', 'usage.input'),
     output_len=('output_len', 'generatedtokens', 'response tokens', 'output_length', 'num_decode_tokens',
-                'output_lens'),
+                'output_lens', 'completion_tokens', 'output_tokens', 'answer_tokens', 'generated_tokens',
+                'usage.completion_tokens', 'usage.output'),
     user=('user',), session=('session', 'session id', 'session_id'), priority=('priority',), hashes=('hash_ids',))
 
 def _wanted(columns:str|dict[str, str]|None)->dict[str, tuple[str, ...]]:
@@ -173,8 +176,9 @@ def load_traffic(
         items, dropped = _read(path, wanted, unit, stop)
         zero = min((x.arrival for x in items[start:]), default=0.)
         work = Workload('', [replace(x, arrival=x.arrival - zero) for x in items[start:]], dropped=dropped)
-    work = replace(work, name=name or path.stem + ends)
-    if not len(work): raise ValueError(f"{path}: no request to take: {work!r}")
+    untold = ' (no times in it)' * (len(work) > 1 and not any(x.arrival for x in work))
+    work = replace(work, name=name or path.stem + ends + untold)
+    if not len(work): raise ValueError(f"{path}: no request to take{''.join(repr(work).partition('; left out')[1:])}")
     return work
 
 def _is_trace(path:Path)->bool:
@@ -210,10 +214,12 @@ def _read(
 def get_workload(
     name:str,               # w64, w256, heavy, chat, or a file
     seed:int=0,
+    columns:str='',         # of a file: our name=the file's, as `load_traffic` has them
 )->Workload:
     "A workload by name, or from a file that `load_traffic` can read"
     if name in WORKLOADS: return WORKLOADS[name](seed)
-    if Path(name).exists(): return load_traffic(name)
+    if Path(name).exists(): return load_traffic(name, columns)
+    if Path(name).suffix: raise ValueError(f"there is no file {name!r}")
     raise ValueError(f"workload {name!r}: know {', '.join(WORKLOADS)}, or give a file: CSV, JSON or JSONL")
 
 # %% ../nbs/36_traffic.ipynb #22cb81c1

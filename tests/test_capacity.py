@@ -191,7 +191,7 @@ def test_an_engine_confirms_what_is_true(true, confirmed):
     found = Capacity('vllm', {}, 60, dict(e2el=1e9), .95, COST, t, None, [t])
     check = confirm(found, equal(60), one_slot(1 / true))
     assert check.confirmed == confirmed and len(check.trials) <= 5
-    assert repr(check).endswith('confirmed within 10%') == confirmed
+    assert ('confirmed within 10%' in repr(check)) == confirmed
     if not confirmed and true > .5: assert check.holds <= true * 1.04 and check.holds >= true * .75
     if true == .3: assert check.holds == 0 and 'too high' in repr(check)
 

@@ -239,7 +239,7 @@ def test_lab_by_name_and_from_a_file(tmp_path, capsys):
     assert 'stated and not measured' in capsys.readouterr().out
 
 @pytest.mark.parametrize('args,said', [
-    (['nothing.csv'], "workload 'nothing.csv'"), (['rush', '--policies', 'vllm,statc'], "policy='statc'"),
+    (['nothing.csv'], "no file 'nothing.csv'"), (['rush', '--policies', 'vllm,statc'], "policy='statc'"),
     (['rush', '--slo', 'ttft:x'], 'ttft:x'), (['rush', '--num-prompts', '0'], '--num-prompts 0'),
     (['rush', '--rate', '-1'], 'rate=-1'), (['rush', '--look', 'nobody'], "policy='nobody'"),
     (['rush', '--html', '/no/such/place/x.html'], 'no folder'), (['rush', '--cost', 'no.json'], 'no.json'),
@@ -291,7 +291,8 @@ def test_who_left_somebody_out_is_named():
     "A scheme without chunks refuses a long prompt: what it is good at then, it is on an easier crowd"
     work = Workload('two', [WorkItem(3, [('a', 8)]), WorkItem(3, [('b', 40)], .1)])
     lab = run_lab(work, ['vllm', 'orca', 'nano'], Cost.stated(), max_num_batched_tokens=16)
-    said = '1 request not served by orca, nano: other numbers are of the rest, an easier crowd'
+    said = ('1 request not served by orca, nano (prompt of 40 tokens: orca computes it in one step, of 16 tokens '
+            'at most: shorten it or raise max_num_batched_tokens): other numbers are of the rest, an easier crowd')
     assert [*lab.whole] == ['vllm'] and lab.page().count('class=best') <= lab.table().count('class=best') == 0
     assert lab.without == said and repr(lab).endswith(said) and said in lab._repr_html_() and said in lab.page()
     assert run_lab(work, ['vllm', 'static'], Cost.stated(), max_num_batched_tokens=16).without == ''
