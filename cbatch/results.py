@@ -160,8 +160,9 @@ def per_step_ms(
 def refuse_folders(**paths:str|None):
     "Refuse a path where no file can be written, or two go, named as the option that gave it, before the work"
     known:dict[Path, str] = {}
-    for name, p in paths.items():
+    for option, p in paths.items():
         if not p: continue
+        name = option.replace('_', '-')
         if Path(p).is_dir(): raise ValueError(f"--{name} {p}: is a folder, give the name of a file")
         home = Path(os.path.realpath(p))
         if not home.parent.is_dir(): raise ValueError(f"--{name} {p}: there is no folder {home.parent}")
