@@ -56,18 +56,18 @@ class CPUClock:
 
 # %% ../nbs/62_lab.ipynb #5fa82625
 _COST:dict[str, Any] = {'cbatch_cost': 1,
- 'coefficients': {'steps': 0.0153107,
-                  'decode_rows': 0.000875561,
-                  'prefill_rows': 0.000780331,
-                  'decode_context': 8.92578e-07,
-                  'prefill_context': 1.29971e-06},
- 'error': {'mean': 0.0545005, 'p95': 0.170936, 'run': -0.0115637},
+ 'coefficients': {'steps': 0.015113,
+                  'decode_rows': 0.000863701,
+                  'prefill_rows': 0.000745819,
+                  'decode_context': 2.96137e-07,
+                  'prefill_context': 1.12848e-06},
+ 'error': {'mean': 0.0493906, 'p95': 0.136088, 'run': -0.0199174},
  'source': {'machine': {'cpu': 'AMD EPYC',
                         'cores': 2,
                         'threads': 1,
                         'system': 'Linux',
                         'gpu': None,
-                        'load': 12.0,
+                        'load': 2.6,
                         'versions': {'python': '3.11.7',
                                      'cbatch': '0.1.0',
                                      'torch': '2.13.0+cpu',
@@ -75,11 +75,11 @@ _COST:dict[str, Any] = {'cbatch_cost': 1,
             'model': 'smollm2',
             'dtype': 'float32',
             'seed': 0,
-            'records': 4778,
+            'clock': 'wall',
+            'records': 4766,
             'held_out': 1190,
             'left_out': 0,
-            'left_out_share': 0.0,
-            'clock': 'CPU'}}
+            'left_out_share': 0.0}}
 
 def measured_cost()->Cost:
     "Of a step of SmolLM2 on the machine of `bench/records/policies.json`, which is hardly yours"
