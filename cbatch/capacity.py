@@ -250,7 +250,7 @@ class Check:
     def __repr__(self)->str:
         rows = [f"{k:4.0%} {t.rate:9.3g}/s {_share(t.attainment):>8}{'' if t.keeps_up else ', the queue grows'}"
                 for k, t in sorted(self.trials.items())]
-        if self.confirmed: said = f'confirmed within {self.within:.0%}: {1 - self.within:.0%} of it is held, {1 + self.within:.0%} is not'
+        if self.confirmed: said = f'confirmed within {self.within:.0%}: a little less is held, a little more is not'
         elif not self.holds: said = f'not confirmed: too high, not even {min(self.trials):.0%} of it is held'
         else: said = f'not confirmed: of what was forecast {self.holds:.0%} is held'
         return '\n'.join([*rows, said])
@@ -313,7 +313,7 @@ def basis(cost:Cost, measured_now:bool=False)->str:
     if cost.source is None: return f"Forecast by a cost that nobody measured: {cost!r}"
     there, here = cost.source['machine'], machine()
     same = all(there.get(k) == here[k] for k in ('cpu', 'cores', 'threads', 'gpu'))
-    where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine (--calibrate measures this one)'
+    where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine: try --calibrate'
     return f"Forecast by a cost measured {'here and now' if measured_now else where}: {cost!r}"
 
 # %% ../nbs/63_capacity.ipynb #34cbaefd
