@@ -344,7 +344,7 @@ def _asked(policies:str, slo:str, target:float, tolerance:float, think:float, **
     names, slos = [p for p in policies.split(',') if p] or ['vllm'], read_goodput(slo)
     for p in names: get_policy(p)
     if not slos: raise ValueError("--slo is empty: give limits in ms, as ttft:2000,tpot:100")
-    return dict(slos=slos, policies=names, target=check_number('target', target, 1e-3, 1, 'a share up to 1'),
+    return dict(slos=slos, policies=names, target=check_number('target', target, 1e-3, 1, 'a share, as 0.95'),
                 tolerance=check_number('tolerance', tolerance, 1e-3, 1, 'a share from 0.001 to 1'),
                 think_s=check_number('think', think, 0, 1e9, 'seconds, from 0 up'),
                 **{k: _list(k, v) for k, v in sizes.items()})

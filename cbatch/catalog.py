@@ -66,7 +66,7 @@ def get_policy(
     if cls is None:
         close = near(policy, POLICIES) if isinstance(policy, str) else ''
         more = "or give file.py:Class, a Policy class or an object"
-        raise ParamError('policy', f"policy={policy!r}{close}; know {', '.join(POLICIES)}, {more}")
+        raise ParamError('policy', f"policy={policy!r}: know {', '.join(POLICIES)}, {more}{close}")
     try: inspect.signature(cls).bind()
     except TypeError as e: raise wrong_policy(policy, f"{e}: give an object, {cls.__name__}(...)") from None
     try: return cls()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from fastcore.basics import patch
+from tqdm.auto import tqdm
 from .catalog import POLICIES, get_policy
 from .cost import Cost
 from .lab_page import FRONTIERS, Lab, frontier, part
@@ -128,7 +129,7 @@ def run_lab(
     if strange := [p for p in policies if not isinstance(p, str)]: raise ValueError(f"{strange[0]!r}: give a name")
     names, seen = {label(p): p for p in policies or POLICIES}, {label(p) for p in look}
     lab = Lab(repr(work), _said(cost, model, config, cpu_clock), {}, slos or {})
-    for p, policy in names.items():
+    for p, policy in tqdm(names.items(), leave=False, disable=None if model is None else True):   # on a terminal
         served = _serve(policy, work, cost, model, seed, cpu_clock, config)
         lab.rows[p] = judge(served, work, slos) | dict(why=next((s.error for s in served.sent if s.error), None))
         if model is not None: print(f'{p}: {served.took_s:.1f} s', flush=True)
@@ -159,7 +160,7 @@ def _save(lab:Lab, html:str|None, record:str|None, **facts:Any):
     if html:
         with written(html) as f: f.write(lab.page())
         print(f'page: {Path(html).absolute()}')
-    else: print('--html PAGE writes what each number means, pictures, and why each request waited')
+    else: print('times are in s; --html PAGE writes what each number means, pictures, and why each request waited')
     write_record(record, lab=lab.to_dict(), **facts)
 
 # %% ../nbs/62_lab.ipynb #caf49e78

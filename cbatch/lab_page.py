@@ -38,24 +38,34 @@ class Lab:
         rows = {p: {k: row[k] for k in MEASURES} for p, row in self.rows.items()}
         return dict(work=self.work, how=self.how, rows=rows, slos=self.slos)
 
-    @property
-    def whole(self)->dict[str, dict[str, Any]]:
-        "Those who left out nobody, or as few as anybody: only they are compared"
-        lost = {p: row.get('num_failed') or 0 for p, row in self.rows.items()}
-        return {p: row for p, row in self.rows.items() if lost[p] == min(lost.values())}
+# %% ../nbs/61_lab_page.ipynb #f14eaccd
+@patch(as_prop=True)
+def whole(self:Lab)->dict[str, dict[str, Any]]:
+    "Those who left out nobody, or as few as anybody: only they are compared"
+    lost = {p: row.get('num_failed') or 0 for p, row in self.rows.items()}
+    return {p: row for p, row in self.rows.items() if lost[p] == min(lost.values())}
 
-    @property
-    def without(self)->str:
-        "Who left somebody out, and how many; empty if nobody did"
-        lost:dict[int, list[str]] = {}
-        for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
-        said = [f"{n} request{'s' * (n > 1)} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
-        why = next((f' ({row["why"]})' for row in self.rows.values() if row.get('why')), '')
-        return f"{'; '.join(said)}{why}: other numbers are of the rest, an easier crowd" if said else ''
+@patch(as_prop=True)
+def without(self:Lab)->str:
+    "Who left somebody out, and how many; empty if nobody did"
+    lost:dict[int, list[str]] = {}
+    for p, row in self.rows.items(): lost.setdefault(row.get('num_failed') or 0, []).append(p)
+    said = [f"{n} request{'s' * (n > 1)} not served by {', '.join(ps)}" for n, ps in lost.items() if n]
+    why = next((f' ({row["why"]})' for row in self.rows.values() if row.get('why')), '')
+    return f"{'; '.join(said)}{why}: other numbers are of the rest, an easier crowd" if said else ''
 
-    def __repr__(self)->str:
-        table = text_table(self.rows, self.columns(COLUMNS))
-        return '\n'.join([self.work, self.how, '', table, *filter(None, [self.without])])
+@patch(as_prop=True)
+def alike(self:Lab)->str:
+    "Whom nothing tells apart on this crowd; empty if there are no such"
+    same:dict[Any, list[str]] = {}
+    for p, row in self.rows.items(): same.setdefault(tuple(row.get(k) for k in MEASURES), []).append(p)
+    groups = [' = '.join(ps) for ps in same.values() if len(ps) > 1]
+    return f"the same in every number on this crowd: {'; '.join(groups)}" * bool(groups)
+
+@patch
+def __repr__(self:Lab)->str:
+    table = text_table(self.rows, self.columns(COLUMNS))
+    return '\n'.join([self.work, self.how, '', table, *filter(None, [self.alike, self.without])])
 
 # %% ../nbs/61_lab_page.ipynb #a56869ed
 @patch
@@ -75,7 +85,7 @@ def table(self:Lab)->str: # HTML
 @patch
 def head(self:Lab)->str: # HTML
     "What was served, and by what"
-    return f'<p>{"<br>".join(map(escape, filter(None, (self.work, self.how, self.without))))}</p>'
+    return f'<p>{"<br>".join(map(escape, filter(None, (self.work, self.how, self.alike, self.without))))}</p>'
 
 @patch
 def _repr_html_(self:Lab)->str: return self.head() + self.table()

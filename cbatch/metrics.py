@@ -199,7 +199,7 @@ def goodput(
     "Requests that met all limits, per second and as a share of all; the share that met each"
     for k, v in slos.items():
         if k in _SLOS and v > 0: continue
-        raise ValueError(f"goodput {k}:{v}: give limits above 0 ms for {', '.join(_SLOS)}")
+        raise ValueError(f"limit {k}:{v}: give limits above 0 ms for {', '.join(_SLOS)}")
     def met(m, k): return m is not None and (x := _SLOS[k](m)) is not None and x * 1000 <= slos[k]
     good, n = sum(all(met(m, k) for k in slos) for m in requests if m is not None), max(1, len(requests))
     by = {k: sum(met(m, k) for m in requests) / n for k in slos}

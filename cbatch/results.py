@@ -198,6 +198,6 @@ def read_goodput(text:str)->dict[str, float]:
     "Limits in ms, from `ttft:2000,tpot:100`"
     try: slos = {k: float(v) for k, v in (p.split(':') for p in text.split(',') if p)}
     except ValueError:
-        raise ValueError(f"goodput {text!r}: write limits in ms as ttft:2000,tpot:100,e2el:10000") from None
+        raise ValueError(f"limits {text!r}: write them in ms as ttft:2000,tpot:100,e2el:10000") from None
     goodput([], slos, 1.)
     return slos

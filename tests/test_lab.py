@@ -296,3 +296,11 @@ def test_who_left_somebody_out_is_named():
     assert [*lab.whole] == ['vllm'] and lab.page().count('class=best') <= lab.table().count('class=best') == 0
     assert lab.without == said and repr(lab).endswith(said) and said in lab._repr_html_() and said in lab.page()
     assert run_lab(work, ['vllm', 'static'], Cost.stated(), max_num_batched_tokens=16).without == ''
+
+def test_those_whom_nothing_tells_apart_are_named():
+    "One user, no hurry and memory for all: shares and priorities have nothing to decide"
+    lone = [replace(x, user=None, priority=0) for x in crowd(3)]
+    lab = run_lab(Workload('lone', lone), ['vllm', 'fair', 'static', 'priority'], Cost.stated(), max_num_seqs=4)
+    assert lab.alike == 'the same in every number on this crowd: vllm = fair = priority'
+    assert lab.alike in repr(lab) and lab.alike in lab.page()
+    assert run_lab(Workload('lone', lone), ['vllm', 'static'], Cost.stated(), max_num_seqs=4).alike == ''
