@@ -3,6 +3,7 @@ import pytest
 
 # a shell in the background has Ctrl-C ignored, and some tests press it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+if hup := getattr(signal, 'SIGHUP', None): signal.signal(hup, signal.SIG_DFL)   # `nohup` ignores it
 
 @pytest.fixture(scope='session')
 def tiny():
