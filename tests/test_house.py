@@ -313,6 +313,14 @@ def test_no_function_of_cpp_is_cut(path):
             assert depth >= 0, f"cell {c['id']} closes what it did not open"
         assert depth == 0, f"cell {c['id']} opens {depth} more than it closes"
 
+@each(CHAPTERS)
+def test_a_name_is_not_linked_twice(path):
+    "A public name in backticks is a link on the site by itself; inside another link it is none"
+    public = {n for m in MODULES for n in exports(m)}
+    for c in cells(path, 'markdown'):
+        twice = [n for n in re.findall(r'\[`(\w+)`\]\([^)]+\)', c['source']) if n in public]
+        assert not twice, f"cell {c['id']}: write `{twice[0]}` without a link"
+
 @pytest.mark.parametrize('folder', ['nbs', 'kernels'])
 def test_notebooks_are_numbered_in_the_order_of_their_imports(folder):
     paths = [p for p in CHAPTERS if p.parent.name == folder]
