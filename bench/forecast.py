@@ -10,10 +10,11 @@ another one than while costs were measured. `hindsight` is the error of the same
 to that very run. --cpu counts CPU seconds of this process, on one thread, for a machine that others use too; waiting
 takes no time then. --quick is small, on a random model, and writes no record unless --record names one. --speed
 simulates an hour of traffic and nothing else."""
-import argparse, os, time
+import argparse, os, time, torch
 from pathlib import Path
 from cbatch import LLM, load_model, tiny_lm
 from cbatch.cost import Cost, features, step_seconds
+from cbatch.lab import CPUClock
 from cbatch.metrics import e2e_s, percentile, tpot_s, ttft_s
 from cbatch.results import machine, write_record
 from cbatch.simulator import Served, serve_on, simulate
@@ -23,17 +24,6 @@ OUT = Path(__file__).parent/'records'/'forecast.json'
 CONFIG = dict(max_num_seqs=16, max_num_batched_tokens=512, num_blocks=1000, max_model_len=2048)
 LOADS, BURSTY = (.4, .7, .95), .3
 QUANTILES = 50, 95, 99
-
-class Alone:
-    "A clock that stands still while others have the processor: CPU seconds, and what was slept"
-    def __init__(self, llm:LLM):
-        import torch
-        torch.set_num_threads(1)
-        self.slept = 0.
-        llm.clock, llm.sleep = self.now, self.sleep
-
-    def now(self)->float: return time.process_time() + self.slept
-    def sleep(self, s:float): self.slept += s
 
 def chat(n:int, seed:int, k:int)->Workload:
     return drawn(f'chat{seed}', n, .7, 64 // k, (4 // k + 1, 256 // k), seed, mean_in=128 // k)
@@ -126,7 +116,9 @@ def main():
     lm = tiny_lm(max_position_embeddings=2048) if a.quick else load_model('smollm2', 'bfloat16')
     start = machine()
     with LLM(lm, **a.config) as llm:
-        if a.cpu: Alone(llm)
+        if a.cpu:
+            torch.set_num_threads(1)
+            CPUClock(llm)
         cost, points = measure(llm, a)
         runs = []
         for kind, load, rate, work in crowds(cost, llm, a):

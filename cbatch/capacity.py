@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
+from .bench import named_model
 from .catalog import get_policy
 from .cost import Cost
 from .driving import Outcome
-from .lab import CPUClock, measured_cost
+from .lab import CPUClock, cost_of, of_this_kind
 from .metrics import e2e_s, goodput, itls_s, percentile, ttft_s
 from .params import check_number
 from .results import machine, read_goodput, refuse_folders, write_record
@@ -311,17 +312,11 @@ def _people(name:str, num_prompts:int|None, burstiness:float, seed:int, quick:bo
 def basis(cost:Cost, measured_now:bool=False)->str:
     "What a forecast rests on, in words"
     if cost.source is None: return f"Forecast by a cost that nobody measured: {cost!r}"
-    there, here = cost.source['machine'], machine()
-    same = all(there.get(k) == here[k] for k in ('cpu', 'cores', 'threads', 'gpu'))
-    where = 'on a machine like this one, at another time' if same else 'on ANOTHER machine: try --calibrate'
+    like = of_this_kind(cost)
+    where = 'on a machine like this one, at another time' if like else 'on ANOTHER machine: try --calibrate'
     return f"Forecast by a cost measured {'here and now' if measured_now else where}: {cost!r}"
 
 # %% ../nbs/63_capacity.ipynb #34cbaefd
-def _model(name:str, dtype:str)->Any:
-    from cbatch.loading import load_model
-    from cbatch.model import tiny_lm
-    return tiny_lm() if name == 'tiny' else load_model(name, dtype, 'auto')
-
 def _measure(lm:Any, work:Workload, seed:int, cpu_clock:bool, **config:Any)->Cost:
     "Calibrate an engine of its own"
     from cbatch.llm import LLM
@@ -348,10 +343,6 @@ def _asked(policies:str, slo:str, target:float, tolerance:float, think:float, **
                 tolerance=check_number('tolerance', tolerance, 1e-3, 1, 'a share from 0.001 to 1'),
                 think_s=check_number('think', think, 0, 1e9, 'seconds, from 0 up'),
                 **{k: _list(k, v) for k, v in sizes.items()})
-
-def _cost(text:str)->Cost:
-    "The cost that is meant"
-    return Cost.stated() if text == 'stated' else measured_cost() if text in ('', 'measured') else Cost.from_json(text)
 
 def _facts(table:Frontier, check:Check|None)->dict[str, Any]:
     "A table and what an engine said to its best row, for a record"
@@ -388,8 +379,8 @@ def capacity_command(
     sizes = dict(num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
     asked = _asked(policies, slo, target, tolerance, think, **sizes)
     work, here = _people(trace, num_prompts, burstiness, seed, quick), calibrate or run and not cost
-    known = None if here else _cost(cost)
-    lm = _model('tiny' if quick else model, dtype) if here or run else None
+    known = None if here else cost_of(cost or 'measured')
+    lm = named_model('tiny' if quick else model, dtype) if here or run else None
     known = known or _measure(lm, work, seed, cpu_clock, **{k: asked[k][0] for k in sizes})
     if save_cost: known.to_json(save_cost)
     table = capacities(work, **asked, cost=known, seed=seed)
