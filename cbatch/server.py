@@ -35,6 +35,7 @@ class Connection(H11Protocol):
     heard = 0.                              # s, of the loop: when its client sent something
     ended = False                           # it has said that nothing more comes
     first:asyncio.TimerHandle               # when somebody looks next
+    after:asyncio.TimerHandle|None = None   # when it is found out next whether a client who has said all still listens
     seen:tuple[object, int]|None            # what was there at the last look
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
@@ -95,7 +96,8 @@ def connection_made(self:Connection, transport:asyncio.Transport):  # type: igno
 
 @patch
 def connection_lost(self:Connection, exc:Exception|None):
-    self.first.cancel()                     # or it would keep this object for a minute
+    self.first.cancel()                     # or they would keep this object for a minute
+    if self.after: self.after.cancel()
     H11Protocol.connection_lost(self, exc)
 
 @patch
@@ -168,7 +170,7 @@ def listens(self:Connection, wait_s:float=.1):
     if self.transport.get_extra_info('socket').getsockopt(socket.SOL_SOCKET, socket.SO_ERROR): return self.drop()
     if self.conn.our_state is h11.SEND_RESPONSE:
         self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
-    self.loop.call_later(wait_s, self.listens, min(8., 2 * wait_s))
+    self.after = self.loop.call_later(wait_s, self.listens, min(8., 2 * wait_s))
 
 @patch
 def on_response_complete(self:Connection):
