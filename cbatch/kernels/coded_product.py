@@ -75,13 +75,9 @@ CODED_CPP += r"""
 template <int BITS> inline I dot(I acc, U codes, int32_t row) {
     const I x = I{} + row;
 #if defined(__AVX512VNNI__) && LANES == 16
-    __m512i a = (__m512i)acc;
-    asm("vpdpbusd %2, %1, %0" : "+v"(a) : "v"((__m512i)codes), "v"((__m512i)x));
-    return (I)a;
+    return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
 #elif defined(__AVXVNNI__) && LANES == 8
-    __m256i a = (__m256i)acc;
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(a) : "x"((__m256i)codes), "x"((__m256i)x));
-    return (I)a;
+    return (I)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX2__) && LANES == 8
     const auto four = [&](U c) {
         return (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)c, (__m256i)x), _mm256_set1_epi16(1));
