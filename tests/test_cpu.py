@@ -344,29 +344,44 @@ template <typename T> void attention() {      // every buffer is as long as it m
         for (T y : out) if (!(std::fabs(one(y) - .25f) < 2e-3)) { std::puts("wrong"); std::exit(1); }
     }
 }
-template <typename T> void whole_step() {     // a model of one layer whose weights are all alike
-    const int D = 16, H = 3, K = 1, hidden = 52, inner = 48, vocab = 101, N = 11, BS = 16, P = PER<T>;
+template <typename T, bool CODES> void whole_step() {     // a model of one layer whose weights are all alike
+    const int D = 16, H = 3, K = 1, hidden = CODES ? 64 : 52, inner = 48, vocab = 101, N = 11, BS = 16, P = PER<T>;
     std::vector<std::vector<T>> kept; kept.reserve(9);
     auto matrix = [&](int out, int in) {
         kept.push_back(filled<T>((out + 47) / 48 * 48 * in, .01f));
         return Matrix{(word*)kept.back().data(), nullptr, out, in};
     };
+    std::vector<std::vector<uint16_t>> codes; codes.reserve(2);
+    auto coded = [&](int out, int in) {           // each code 1, scales a hundredth in half precision, offsets 0
+        if (!CODES) return matrix(out, in);
+        codes.emplace_back();
+        for (int g = 0; g < (out + 47) / 48 * in / 32; g++) {
+            codes.back().insert(codes.back().end(), 384, 0x1111); codes.back().insert(codes.back().end(), 48, 0x211f);
+            codes.back().insert(codes.back().end(), 48, 0);
+        }
+        return Matrix{(word*)codes.back().data(), nullptr, out, in, 4, -1, 1};
+    };
     std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
     auto k = filled<T>(2 * K * BS * D, .01f), v = k;                          // one place is not written below
-    LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), matrix(2 * inner, hidden),
+    LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), coded(2 * inner, hidden),
                     matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr,
                     {k.data(), v.data(), K, D, BS}, 0, .25f, 1e-5f, 1e-5f};
-    LeanWeights m{&layer, matrix(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f};
+    LeanWeights m{&layer, coded(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f};
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
     for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
+    std::vector<int8_t> rows8(N * hidden); std::vector<float> scales(N * hidden / 32); std::vector<int> sums(N * hidden / 32);
     LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(),
-               starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), spent.data(), N, 2, 1, 1, 2};
+               starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), rows8.data(),
+               scales.data(), sums.data(), spent.data(), N, 2, 1, 1, 2};
     run<T>(m, r);
-    // 52 equal numbers, normed to 1, times a hundredth
-    for (T y : logits) if (!(std::fabs(one(y) - .52f) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }
+    // equal numbers, normed to 1, times a hundredth
+    for (T y : logits) if (!(std::fabs(one(y) - .01f * hidden) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }
 }
-int main() { attention<float>(); attention<bf16>(); whole_step<float>(); whole_step<bf16>(); std::puts("clean"); }'''
+int main() {
+    attention<float>(); attention<bf16>(); whole_step<float, false>(); whole_step<bf16, false>();
+    whole_step<float, true>(); whole_step<bf16, true>(); std::puts("clean");
+}'''
 
 @needs_compiler
 def test_with_the_address_sanitizer(tmp_path):
