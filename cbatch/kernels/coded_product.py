@@ -132,9 +132,9 @@ inline void add_group(const Matrix& m, const Rows& x, int64_t i, int64_t groups,
 
 # %% ../../kernels/04_coded_product.ipynb #03c95e77
 CODED_CPP += r"""
-// R rows through a panel of codes
-template <int R, int BITS, bool ZERO, bool HALF, typename S>
-void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, S save) {
+// R rows, from t on, through panel p: sums [R, WIDE]
+template <int R, int BITS, bool ZERO, bool HALF>
+void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, float* out) {
     constexpr int C = 3;
     constexpr int64_t SIZE = WIDE * BITS + WIDE * (ZERO ? 1 : 2) / (HALF ? 2 : 1);   // words of a group
     const int64_t groups = m.inputs / GROUP;
@@ -159,8 +159,8 @@ void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, S save)
             add_group<R, C, ZERO, HALF>(m, x, t * groups + g, groups, w + WIDE * BITS - from, from, acc, total);
         }
         for (int c = 0; c < C; c++) for (int r = 0; r < R; r++) {
-            const int64_t column = p * WIDE + from + c * L;
-            if (column < m.outputs) save(r, column, m.bias ? total[r][c] + load(m.bias + column) : total[r][c]);
+            const V bias = m.bias ? load(m.bias + p * WIDE + from + c * L) : V{};
+            store(out + r * WIDE + from + c * L, total[r][c] + bias);
         }
     }
 }
@@ -170,12 +170,11 @@ void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, S save)
 CODED_CPP += r"""
 constexpr int FEW = L == 16 ? 4 : 2;                          // rows whose sums and totals fit the registers
 
-template <int R, int BITS, typename S>
-void panel_of_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, S save) {
-    if (m.zero < 0 && m.half) through_codes<R, BITS, false, true>(m, x, t, p, save);
-    else if (m.zero < 0) through_codes<R, BITS, false, false>(m, x, t, p, save);
-    else if (m.half) through_codes<R, BITS, true, true>(m, x, t, p, save);
-    else through_codes<R, BITS, true, false>(m, x, t, p, save);
+template <int R, int BITS> void panel_of_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, float* out) {
+    if (m.zero < 0 && m.half) through_codes<R, BITS, false, true>(m, x, t, p, out);
+    else if (m.zero < 0) through_codes<R, BITS, false, false>(m, x, t, p, out);
+    else if (m.half) through_codes<R, BITS, true, true>(m, x, t, p, out);
+    else through_codes<R, BITS, true, false>(m, x, t, p, out);
 }
 
 // save(row, column, lanes) for all rows in codes times a matrix in codes
@@ -186,10 +185,12 @@ template <typename S> void product_codes(const Matrix& m, const Rows& x, int64_t
     for (int64_t p = 0; p < panels; p++) for (int64_t part = 0; part < parts; part++)
         for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) {
             const int64_t t = tokens * b / blocks, end = tokens * (b + 1) / blocks;
-            const auto at = [&](int64_t r, int64_t column, V y) { save(t + r, column, y); };
+            float out[FEW * WIDE];
             known<FEW>(end - t, [&](auto R) {
-                if (m.bits == 4) panel_of_codes<R, 4>(m, x, t, p, at); else panel_of_codes<R, 8>(m, x, t, p, at);
+                if (m.bits == 4) panel_of_codes<R, 4>(m, x, t, p, out); else panel_of_codes<R, 8>(m, x, t, p, out);
             });
+            for (int64_t r = t; r < end; r++) for (int64_t c = 0; c < WIDE && p * WIDE + c < m.outputs; c += L)
+                save(r, p * WIDE + c, load(out + (r - t) * WIDE + c));
         }
 }
 """
