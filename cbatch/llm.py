@@ -43,7 +43,7 @@ class LLM(Engine):
             model = CausalLM(model, None, model.config.name_or_path or type(model).__name__)
         if isinstance(model, CausalLM):      # as it is, unless told otherwise
             dtype, device = (model.dtype if dtype == 'auto' else dtype), (model.device if device == 'auto' else device)
-        super().__init__(load_model(model, dtype, device, tokenizer, cfg.load_format), cfg, runner)
+        super().__init__(load_model(model, dtype, device, tokenizer, cfg.load_format, cfg.weights), cfg, runner)
 
     @property
     def hf_model(self)->PreTrainedModel:

@@ -6,7 +6,7 @@
 __all__ = ['ModelNotFound', 'smollm2_gguf', 'cache_dir', 'load_model', 'overwrite']
 
 # %% ../nbs/03_loading.ipynb #b27082e9
-import hashlib, importlib.util, os, shutil, socket, sys, tempfile, torch
+import hashlib, importlib.util, json, os, shutil, socket, sys, tempfile, torch
 from collections.abc import Mapping
 from dataclasses import replace
 from fastcore.basics import patch
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel,
-    PreTrainedTokenizerBase)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig,
+    PreTrainedModel, PreTrainedTokenizerBase)
 from transformers.utils import cached_file
+from .kept import GGUFFile, check_way, folder_model, gguf_model, read_once
 from .model import CannotServe, CausalLM, making, neutral, quiet, refuse, rehearse, seeded
 from .params import ParamError, brief, near
+from .quant import is_coded, unpack
 
 # %% ../nbs/03_loading.ipynb #d59f8480
 class ModelNotFound(ValueError):
@@ -77,17 +79,15 @@ def _gguf_model(gguf:Path)->PreTrainedModel:
     return model
 
 # %% ../nbs/03_loading.ipynb #2c4ae37e
-def _gguf_tokenizer(gguf:Path)->PreTrainedTokenizerBase:
+def _gguf_tokenizer(file:GGUFFile)->PreTrainedTokenizerBase:
     "The tokenizer in a GGUF file, mended where transformers does not follow the file"
-    from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    tok, fields = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name), GGUFReader(gguf).fields
-    said = {k: f.contents() for k, f in fields.items() if k.startswith('tokenizer.') and len(f.data) == 1}
+    with read_once(file): tok = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     for name, key in dict(bos='bos', eos='eos', unk='unknown', pad='padding').items():
-        i = said.get(f'tokenizer.ggml.{key}_token_id')
+        i = file.said(f'tokenizer.ggml.{key}_token_id')
         if i is not None: setattr(tok, f'{name}_token', tok.convert_ids_to_tokens(i))
-    tok.chat_template = said.get('tokenizer.chat_template', tok.chat_template)
-    if said.get('tokenizer.ggml.pre') == 'smollm':
+    tok.chat_template = file.said('tokenizer.chat_template', tok.chat_template)
+    if file.said('tokenizer.ggml.pre') == 'smollm':
         digits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         tok.backend_tokenizer.pre_tokenizer = Sequence(digits)
     return tok
@@ -146,7 +146,7 @@ def _convert(gguf:Path)->Path:
     try:
         with quiet():
             _gguf_model(gguf).save_pretrained(half)
-            _gguf_tokenizer(gguf).save_pretrained(half)
+            _gguf_tokenizer(GGUFFile(gguf)).save_pretrained(half)
         try: os.replace(half, folder)
         except OSError:
             if not folder.is_dir(): raise  # else another process was first, with the same content
@@ -225,12 +225,17 @@ def _fault(name:str, path:Path, e:Exception)->Exception:
     return ModelNotFound(f"{name}: {_PICKLED if pickled else f'no weights (*.safetensors) were found: {e}'}")
 
 # %% ../nbs/03_loading.ipynb #02f9e565
+def _gguf(name:str)->Path|None:
+    "The GGUF file that a name means"
+    gguf = smollm2_gguf() if name == 'smollm2' else Path(name) if name.lower().endswith('.gguf') else None
+    if gguf and not gguf.is_file(): raise ModelNotFound(f"{name}: no such file")
+    return gguf
+
 def _source(
     name:str, # smollm2, a .gguf file, a folder, a hub id
 )->str:       # what transformers loads
     "Where a name leads"
-    gguf = smollm2_gguf() if name == 'smollm2' else Path(name) if name.lower().endswith('.gguf') else None
-    if gguf and not gguf.is_file(): raise ModelNotFound(f"{name}: no such file")
+    gguf = _gguf(name)
     if not gguf: _look(name, Path(name))
     return str(_convert(gguf) if gguf else name)
 
@@ -254,14 +259,51 @@ def _tokenizer_of(given:Any)->Any:
         what = "nothing that transformers takes for a tokenizer, neither here nor from the hub"
         raise ModelNotFound(f"tokenizer={name!r}: {what}: {e}") from e
 
+# %% ../nbs/03_loading.ipynb #7a5faa7e
+def _can_read(config:PreTrainedConfig, must:bool)->bool:
+    "Are the weights codes that we read ourselves? `ValueError` by name if they must be and are not"
+    how = getattr(config, 'quantization_config', None)
+    if how is None: return False
+    try: check_way(how)
+    except ValueError:
+        if must: raise
+        return False
+    return True
+
+def _files(source:str, hub:dict[str, bool])->list[Path]:
+    "A model's safetensors, fetched if need be"
+    where = lambda name: Path(cached_file(source, name, **hub))  # type: ignore[arg-type]  # or it raises
+    try: index = where('model.safetensors.index.json')
+    except OSError: return [where('model.safetensors')]
+    return [where(n) for n in sorted({*json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()})]
+
+def _kept_folder(source:str, config:PreTrainedConfig, dtype:torch.dtype, hub:dict[str, bool])->PreTrainedModel:
+    "The model of a folder or hub id, as codes"
+    model = folder_model(_files(source, hub), config, dtype)
+    try: model.generation_config = GenerationConfig.from_pretrained(source, **hub)
+    except OSError: pass           # it has none: what the configuration says, stands
+    return model
+
+def _kept_file(gguf:Path, name:str, dtype:torch.dtype, device:torch.device)->CausalLM:
+    "The model of a GGUF file, as codes"
+    _need(gguf.name, 'gguf')
+    file = GGUFFile(gguf)
+    with read_once(file): config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    refuse(config)
+    try: model = gguf_model(file, config, dtype)
+    except ValueError as e: raise ValueError(f"{name}: {e}. weights='unpacked' makes floats of it") from e
+    return CausalLM(model.to(device), _gguf_tokenizer(file), name)
+
 # %% ../nbs/03_loading.ipynb #45365222
 def _from_pretrained(
     name:str,
     dtype:torch.dtype,
     device:torch.device,
     load_format:str='auto',
-)->CausalLM:
+    weights:str='auto',
+)->CausalLM: # of codes, where they are kept, and where they are of a kind that we read ourselves
     "A model by name"
+    if weights == 'kept' and load_format == 'auto' and (gguf := _gguf(name)): return _kept_file(gguf, name, dtype, device)
     source = _source(name)
     hub = _hub(source)
     try: config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
@@ -273,6 +315,9 @@ def _from_pretrained(
     path = Path(there).parent  # type: ignore[arg-type]  # or it raises: `config` was there
     if load_format == 'dummy':
         return CausalLM(_dummy(config, dtype, device), _tokenizer(source, path, **hub), f'{name}, random weights')
+    if _can_read(config, weights == 'kept'):
+        kept = _kept_folder(source, config, dtype, hub)
+        return CausalLM(kept.to(device), _tokenizer(source, path, **hub), name, str(path))  # type: ignore[arg-type]
     try: both:Any = AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         **hub)
@@ -282,19 +327,28 @@ def _from_pretrained(
     if lacking: raise ValueError(f"{name}: its files lack the weights {', '.join(lacking)}")
     return CausalLM(model.to(device).requires_grad_(False), _tokenizer(source, path, **hub), name, str(path))
 
+# %% ../nbs/03_loading.ipynb #94d35e6e
+def _as_wished(lm:CausalLM, weights:str, by_name:bool)->CausalLM:
+    "Codes or floats, as `load_model` was told; an object stays as it is, unless it was told otherwise"
+    if is_coded(lm): return unpack(lm) if weights == 'unpacked' or by_name and weights == 'auto' else lm
+    if weights != 'kept': return lm
+    raise ParamError('weights', f"weights='kept': {lm.name} has floats, which nothing is lost by; to make codes of them, "
+                                "quantise the model: cbatch.quant.quantise(model, bits=8)")
+
 # %% ../nbs/03_loading.ipynb #69e4a1c1
 def _wrap(
     model:object,
     load_format:str,
     dtype:torch.dtype,
     device:torch.device,
+    weights:str,
 )->CausalLM:
     "A name or an object as a `CausalLM`"
     if isinstance(model, CausalLM): return model
     if isinstance(model, PreTrainedModel):
         return CausalLM(model, None, model.config.name_or_path or type(model).__name__)
     if isinstance(model, (str, os.PathLike)):
-        with making, quiet(): return _from_pretrained(os.fspath(model), dtype, device, load_format)
+        with making, quiet(): return _from_pretrained(os.fspath(model), dtype, device, load_format, weights)
     if isinstance(model, PreTrainedConfig) and load_format == 'dummy':
         rehearse(model)
         return CausalLM(_dummy(model, dtype, device), None, f'{model.model_type}, random weights')
@@ -309,12 +363,15 @@ def load_model(
     device:str|torch.device='cpu',   # cpu, cuda, mps ...; auto: the best there is
     tokenizer:str|PreTrainedTokenizerBase|None=None,  # or the name of one; None: the model's own
     load_format:str='auto',          # dummy: random weights of the right shape; a transformers configuration will do
+    weights:str='auto',              # of a file of codes: kept as they are, or unpacked to floats; auto: unpacked
 )->CausalLM:                         # in eval mode, without gradients; a model of yours stays as it is
     "Load a causal language model; `ModelNotFound` or another `ValueError` says what is wrong with it"
     if load_format not in ('auto', 'dummy'): raise ValueError(f"load_format={load_format!r}: must be auto or dummy")
+    if weights not in ('auto', 'kept', 'unpacked'):
+        raise ParamError('weights', f"weights={brief(weights)}: must be auto, kept or unpacked")
     dtype, device = _place(dtype, device)
     tok = _tokenizer_of(tokenizer)
-    lm = _wrap(model, load_format, dtype, device)
+    lm = _as_wished(_wrap(model, load_format, dtype, device, weights), weights, isinstance(model, (str, os.PathLike)))
     if tok is not None: lm = replace(lm, tokenizer=tok)
     refuse(lm.hf_model.config, type(lm.hf_model))
     lm.layers  # asks it, and refuses what it can't have

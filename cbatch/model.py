@@ -40,7 +40,8 @@ class CausalLM:
     def vocab_size(self)->int:
         "Width of the logits, which may exceed the tokenizer's length"
         head = self.hf_model.get_output_embeddings()
-        return self.config.vocab_size if head is None else head.weight.shape[0]
+        size = lambda x: (x.codes if hasattr(x, 'codes') else x.weight).shape[0]
+        return self.config.vocab_size if head is None else size(head)
     @property
     def eos_ids(self)->frozenset[int]:
         "Ids that end a text: the generation config knows them best"
@@ -61,7 +62,6 @@ def max_len(self:CausalLM)->int:
 
 @patch(as_prop=True)
 def dtype(self:CausalLM)->torch.dtype: return next(self.hf_model.parameters()).dtype
-
 @patch(as_prop=True)
 def device(self:CausalLM)->torch.device: return next(self.hf_model.parameters()).device
 
@@ -313,13 +313,10 @@ def layers(self:CausalLM)->list[AttnLayer]:
 # %% ../nbs/02_model.ipynb #82ebd527
 @patch(as_prop=True)
 def num_layers(self:CausalLM)->int: return len(self.layers)
-
 @patch(as_prop=True)
 def num_kv_heads(self:CausalLM)->int: return self.layers[0].num_kv_heads
-
 @patch(as_prop=True)
 def head_dim(self:CausalLM)->int: return self.layers[0].head_dim
-
 @patch(as_prop=True)
 def kv_bytes_per_token(self:CausalLM)->int:
     "Bytes of one token's keys and values over all layers, in the model's dtype"
@@ -328,8 +325,10 @@ def kv_bytes_per_token(self:CausalLM)->int:
 # %% ../nbs/02_model.ipynb #991355f3
 @patch
 def _repr_html_(self:CausalLM)->str:
-    params, layer = sum(p.numel() for p in self.hf_model.parameters()), self.layers[0]
-    rows = {'architecture': type(self.hf_model).__name__, 'parameters': f'{params / 1e6:.1f} M, {str(self.dtype)[6:]}',
+    kept = {m.codes.q.data_ptr(): m.codes.shape for m in self.hf_model.modules() if hasattr(m, 'codes')}
+    params = sum([p.numel() for p in self.hf_model.parameters()] + [rows * per for rows, per in kept.values()])
+    layer, kind = self.layers[0], str(self.dtype)[6:] + ' on codes' * bool(kept)
+    rows = {'architecture': type(self.hf_model).__name__, 'parameters': f'{params / 1e6:.1f} M, {kind}',
             'layers': self.num_layers, 'heads / KV heads': f'{layer.num_heads} / {layer.num_kv_heads}',
             'head dim': self.head_dim, 'vocabulary': f'{self.vocab_size:,}', 'positions': f'{self.max_len:,}',
             'KV per token': f'{self.kv_bytes_per_token:,} bytes'}
@@ -395,6 +394,7 @@ def save(self:CausalLM,
             self.hf_model.save_pretrained(half)
             if self.tokenizer is not None: self.tokenizer.save_pretrained(half)
         for p in half.iterdir(): os.replace(p, Path(folder)/p.name)
+    except ValueError: raise         # weights that are kept as codes have no floats to write
     except Exception as e: raise OSError(f"{folder}: the model could not be written: {e}") from e
     finally: shutil.rmtree(half, ignore_errors=True)
     return str(folder)

@@ -14,7 +14,7 @@ FOLDERS = '*.py', 'tests/**/*.py', 'tools/*.py', 'bench/*.py', 'examples/**/*.py
 SCRIPTS = [p for pat in FOLDERS for p in sorted(ROOT.glob(pat))]
 # each module may import those before it
 ORDER = '''
-params core model loading native cpp sampling drawing sampler text token_loop static_batching
+params core model quant kept loading native cpp sampling drawing sampler text token_loop static_batching
 kv_blocks paged_attention
 kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean
 kernels.triton_backend backends
@@ -149,6 +149,7 @@ FOREIGN = {
     '_is_any_autocast_enabled': 'torch: one question for all devices',
     '_len_torch_function_stack': 'torch: whether a default device or another mode is set',
     '_version': 'torch: how often a tensor was written to',
+    '_is_hf_initialized': 'transformers: which parameters it must not draw anew when it computes what no file holds',
     '_is_stateful': 'transformers: the one mark of a model with a state beside its KV',
     '_can_set_attn_implementation': 'transformers: the one place that says so',
     '_forward_hooks': 'torch: whether a module does more than its forward',

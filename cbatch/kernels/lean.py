@@ -13,11 +13,13 @@ from copy import deepcopy
 from fastcore.basics import patch
 from time import perf_counter
 from typing import Any
+from .coded_product import GROUP, coded_panels
 from .cpu import CPUBackend, ready
 from .lean_step import STEP, WIDE, LeanLayer, LeanStep, LeanWeights, Matrix, panels
 from ..model import AttnLayer, CausalLM
 from ..native import Struct
 from ..paged_attention import AttnMeta
+from ..quant import Coded, CodedEmbedding, CodedLinear, Codes, is_coded
 
 # %% ../../kernels/06_lean_model.ipynb #0b8af0da
 KINDS = 'llama mistral qwen2 qwen3'.split()
@@ -30,7 +32,7 @@ def _of_another_kind(model:CausalLM)->str|None:
     return f"heads have {D} dimensions, more than 256" if D > 256 else None
 
 def _not_as_it_came(model:CausalLM)->str|None:
-    ours = 'torch.nn.modules.', f'transformers.models.{model.config.model_type}.', 'transformers.activations'
+    ours = Coded.__module__, 'torch.nn.modules.', f'transformers.models.{model.config.model_type}.', 'transformers.activations'
     for name, m in model.hf_model.named_modules():
         if not type(m).__module__.startswith(ours): return f"{name} is a {type(m).__name__}, not as transformers has it"
         if m._forward_hooks or m._forward_pre_hooks: return f"{name} has a hook"
@@ -48,7 +50,8 @@ def _odd_parts(where:str, module:torch.nn.Module, names:str)->str|None:
 
 def _not_linear(where:str, module:torch.nn.Module, names:str)->str|None:
     kinds = ((n, type(getattr(module, n))) for n in names.split())
-    return next((f"{where}.{n} is a {k.__name__}, not a Linear" for n, k in kinds if k is not torch.nn.Linear), None)
+    linear = torch.nn.Linear, CodedLinear
+    return next((f"{where}.{n} is a {k.__name__}, not a Linear" for n, k in kinds if k not in linear), None)
 
 def _odd_layer(i:int, layer:Any, kind:str)->Iterator[str|None]:
     where = f'layer {i}'
@@ -140,13 +143,50 @@ class Laid:
         "A norm's weights; None where the layer has no such norm"
         return None if norm is None else self.keep(norm.weight.detach().to(torch.float32, copy=True))
 
+# %% ../../kernels/06_lean_model.ipynb #37864602
+def _in_groups(c:Codes)->tuple[torch.Tensor, torch.Tensor, torch.Tensor|None, int]|None:
+    "Codes from 0 up [out, in], scales and offsets [out, in / 32], and the zero; None: groups are no multiple of 32"
+    group = c.shape[1] // c.d.shape[1]
+    if group % GROUP: return None
+    q = c.q if c.bits == 8 else torch.cat([c.q & 15, c.q >> 4], -1)
+    signed = 128 if q.dtype == torch.int8 else 0
+    q, wide = (q.view(torch.uint8) ^ signed).flatten(1), lambda x: x.repeat_interleave(group // GROUP, 1)
+    if c.m is None and isinstance(c.z, int): return q, wide(c.d), None, c.z + signed
+    m = -(c.z + signed) * c.d.float() + (0. if c.m is None else c.m.float())
+    return q, wide(c.d), wide(m if c.m is None or c.z or signed else c.m), -1
+
+def _same(parts:list[Any])->tuple[torch.Tensor, torch.Tensor, torch.Tensor|None, int]:
+    "Parts of one matrix, written in one way"
+    zeros = {z for *_, z in parts}
+    if len(zeros) > 1: parts = [(q, d, -z * d.float() if m is None else m, -1) for q, d, m, z in parts]
+    q, d, m = ([p[i] for p in parts] for i in range(3))
+    return torch.cat(q), torch.cat(d), None if m[0] is None else torch.cat(m), parts[0][3]
+
+@patch
+def codes(self:Laid,
+    parts:list[Any], # linear layers, as in `matrix`
+    out:int=1,
+)->Struct|None:      # None: not in codes, or not in such as the C++ multiplies
+    "A weight that stays in its codes"
+    if self.onednn or not all(isinstance(p, CodedLinear) for p in parts): return None
+    if None in (some := [_in_groups(p.codes) for p in parts]): return None
+    some = [(*(x if x is None else _pad(x, out) for x in s[:3]), s[3]) for s in some if s]
+    bits, (q, d, m, zero) = max(p.codes.bits for p in parts), _same(some)
+    half = all(torch.equal(x.half().float(), x.float()) for x in (d, m) if x is not None)
+    biases = [p.bias if p.bias is not None else torch.zeros(p.out_features) for p in parts]
+    bias = torch.cat([_pad(b.detach().float(), out) for b in biases])
+    address = self.keep(_pad(bias, WIDE)) if any(p.bias is not None for p in parts) else None
+    self.coded = True
+    return Matrix(self.copy(coded_panels(q, bits, d, m, half)), address, *q.shape, bits, zero, int(half))
+
 # %% ../../kernels/06_lean_model.ipynb #14d07107
 @patch
 def matrix(self:Laid,
-    parts:list[torch.nn.Linear], # they share their input: their outputs come side by side
+    parts:list[Any],             # linear layers, their weights in codes or not: they share an input, their outputs come side by side
     out:int=1, in_:int=1,        # each part's outputs, and the inputs, are filled up with zeros to a multiple of these
 )->Struct:
     "A weight for the C++, or for oneDNN"
+    if (made := self.codes(parts, out)): return made
     weight = F.pad(torch.cat([_pad(p.weight.detach(), out) for p in parts]), (0, -parts[0].in_features % in_))
     biases = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts]
     bias = None if all(p.bias is None for p in parts) else torch.cat([_pad(b, out) for b in biases])
@@ -170,9 +210,10 @@ class LeanModel:
         products:str='auto', # who multiplies: panels (our loop), onednn (torch's library), auto: see `takes_onednn`
     ):
         hf, self.dtype, self.backend = model.hf_model, model.dtype, backend
-        laid = self.laid = Laid(takes_onednn(products, model.dtype))
-        self.embed, self.rotary = hf.model.embed_tokens.weight, deepcopy(hf.model.rotary_emb)   # it has a state
-        self.vocab_size = len(hf.lm_head.weight)
+        own = products == 'auto' and is_coded(model)      # no library multiplies codes
+        laid = self.laid = Laid(not own and takes_onednn(products, model.dtype))
+        self.embed, self.rotary = hf.model.embed_tokens, deepcopy(hf.model.rotary_emb)          # it has a state
+        self.vocab_size = hf.lm_head.out_features
         layers = [laid.layer(*x) for x in zip(hf.model.layers, model.layers, backend.pools)]
         self.layers = (LeanLayer * model.num_layers)(*layers)
         D, K, heads = model.head_dim, model.num_kv_heads, model.layers[0].num_heads
@@ -200,7 +241,9 @@ def __call__(self:LeanModel,
 )->torch.Tensor:               # [S, V]
     "Run a packed step"
     T, S, s = input_ids.shape[1], len(rows), meta.scratch
-    residual = F.embedding(input_ids[0], self.embed).float()
+    ids, embed = input_ids[0], self.embed
+    if isinstance(embed, CodedEmbedding): residual = embed.codes.rows(ids).dequantise()
+    else: residual = F.embedding(ids, embed.weight).float()
     cos, sin = (x[0].contiguous() for x in self.rotary(residual, position_ids))
     hidden, attended, qkv, inner = self.sizes
     sizes = max(T, S) * hidden, T * max(qkv, 2 * inner), T * max(attended, inner), S * self.vocab_size
