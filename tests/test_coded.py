@@ -1,4 +1,4 @@
-"""Products on codes against float64, in each way that a processor may have to do them, and what the compiler made of the loop."""
+"""Products on codes against float64, in each way that processors do them, and what compilers made of it"""
 import ctypes, functools, shutil, subprocess
 import pytest, torch
 from cbatch.kernels.coded_product import CODED_CPP, Matrix, coded_panels
@@ -7,7 +7,8 @@ from cbatch.native import KERNELS, Native, struct
 
 P, N = ctypes.c_void_p, ctypes.c_int64
 SOURCE = ATTENTION_CPP + CODED_CPP + r"""
-template <typename T> void times(const Matrix* m, const T* x, float* out, int64_t tokens, int64_t threads, const Rows* r) {
+template <typename T>
+void times(const Matrix* m, const T* x, float* out, int64_t tokens, int64_t threads, const Rows* r) {
     #pragma omp parallel num_threads(threads)
     {
         quantise(x, tokens, m->inputs, *r);
@@ -16,8 +17,10 @@ template <typename T> void times(const Matrix* m, const T* x, float* out, int64_
         });
     }
 }
-extern "C" void times_f32(const Matrix* m, const float* x, float* o, int64_t n, int64_t th, const Rows* r) { times(m, x, o, n, th, r); }
-extern "C" void times_bf16(const Matrix* m, const bf16* x, float* o, int64_t n, int64_t th, const Rows* r) { times(m, x, o, n, th, r); }
+#define ENTRY(name, T) extern "C" void name(const Matrix* m, const T* x, float* y, int64_t n, int64_t threads, \
+                                            const Rows* r) { times(m, x, y, n, threads, r); }
+ENTRY(times_f32, float)
+ENTRY(times_bf16, bf16)
 """
 Rows = struct('Rows', 'int8* codes; float* scales; int32* sums')
 WAYS = dict(native=(), eight=('-DLANES=8', '-mno-avx512f'), avx2=('-DLANES=8', '-mno-avx512f', '-mno-avxvnni'),
@@ -57,17 +60,18 @@ class Case:
         self.q = torch.randint(0, 1 << bits, (out, inputs), dtype=torch.uint8, generator=g)
         self.d = (torch.rand(out, inputs // 32, generator=g) * .01).half().float()
         self.m = (torch.randn(out, inputs // 32, generator=g) * .05).half().float() if zero < 0 else None
-        self.laid, self.bias = coded_panels(self.q, bits, self.d, self.m, half), torch.randn(-(-out // 48) * 48, generator=g)
+        self.laid = coded_panels(self.q, bits, self.d, self.m, half)
+        self.bias = torch.randn(-(-out // 48) * 48, generator=g)
         self.matrix = Matrix(self.laid.data_ptr(), self.bias.data_ptr(), out, inputs, bits, zero, int(half))
-        q = self.q.double().view(out, -1, 32)
-        self.weight = ((q * self.d[..., None] + self.m[..., None]) if zero < 0 else (q - zero) * self.d[..., None]).view(out, inputs)
+        q, d = self.q.double().view(out, -1, 32), self.d[..., None]
+        self.weight = (q * d + self.m[..., None] if zero < 0 else (q - zero) * d).view(out, inputs)
 
 CASES = [(out, n, bits, zero, half) for out, n in ((50, 64), (7, 32), (144, 192)) for bits in (4, 8)
          for zero in (-1, 8 if bits == 4 else 128) for half in (True, False)]
 
 @pytest.mark.parametrize('case', CASES, ids=str)
 def test_against_float64(lib, case):
-    "Within 1e-5 of the sum of all absolute terms, in any company the same bits, in bfloat16 too, with any number of threads"
+    "Within 1e-5 of the sum of all absolute terms; the same bits in any company and with any number of threads"
     c, (out, n, *_) = Case(*case), case
     x = torch.randn(9, n, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 9)[:, None]
     for rows in (x, x.bfloat16()):
@@ -95,11 +99,13 @@ def test_sums_do_not_overflow(lib):
     for bits, zero in ((4, -1), (8, -1), (8, 128)):
         c = Case(48, 64, bits, zero, False)
         c.q.fill_(255 if bits == 8 else 15)
-        laid = coded_panels(c.q, bits, c.d, c.m, False); c.matrix.panels = laid.data_ptr()
-        w = ((c.q.double().view(48, 2, 32) - max(zero, 0)) * c.d[..., None] + (0 if c.m is None else c.m[..., None])).view(48, 64)
+        laid, more = coded_panels(c.q, bits, c.d, c.m, False), 0 if c.m is None else c.m[..., None]
+        c.matrix.panels = laid.data_ptr()
+        w = ((c.q.double().view(48, 2, 32) - max(zero, 0)) * c.d[..., None] + more).view(48, 64)
         for sign in (1, -1):
             x = torch.full((2, 64), 3. * sign)
-            torch.testing.assert_close(times(lib, c.matrix, x)[0].double(), x.double() @ w.T + c.bias[:48], rtol=1e-5, atol=1e-4)
+            want = x.double() @ w.T + c.bias[:48]
+            torch.testing.assert_close(times(lib, c.matrix, x)[0].double(), want, rtol=1e-5, atol=1e-4)
 
 @pytest.mark.parametrize('odd', [float('nan'), float('inf'), -float('inf')])
 def test_what_is_no_number_stays_none(lib, odd):
@@ -120,9 +126,10 @@ def test_half_precision_of_the_smallest(lib):
 
 @pytest.mark.skipif(not shutil.which('objdump'), reason='no objdump')
 def test_sums_stay_in_registers():
-    "In the loop over a group nothing is stored: GCC 12 does so if the instruction is not written as text"
+    "In the loop over a group next to nothing is stored"
     if not (there := library('native')): pytest.skip('no compiler')
-    said = subprocess.run(['objdump', '-d', '--no-show-raw-insn', there._name], capture_output=True, text=True, check=True).stdout
+    command = ['objdump', '-d', '--no-show-raw-insn', there._name]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     loops = [f for f in said.split('\n\n') if 'through_codes' in f.split('\n')[0] and f.count('vpdpbusd') >= 96]
     if not loops: pytest.skip('this processor has no vpdpbusd')
     for f in loops:

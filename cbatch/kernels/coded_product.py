@@ -102,7 +102,7 @@ inline V scale_at(const word* p, int64_t i, bool half) {
     return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)h));
 #else
     U f; for (int l = 0; l < L; l++) f[l] = h[l];
-    return (V)((f & 0x8000) << 16 | (f & 0x7fff) << 13) * 0x1p112f;           // as bits of a float, its exponent is 112 short
+    return (V)((f & 0x8000) << 16 | (f & 0x7fff) << 13) * 0x1p112f;     // as a float, 112 short in the exponent
 #endif
 }
 """

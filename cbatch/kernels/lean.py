@@ -32,7 +32,8 @@ def _of_another_kind(model:CausalLM)->str|None:
     return f"heads have {D} dimensions, more than 256" if D > 256 else None
 
 def _not_as_it_came(model:CausalLM)->str|None:
-    ours = Coded.__module__, 'torch.nn.modules.', f'transformers.models.{model.config.model_type}.', 'transformers.activations'
+    theirs = f'transformers.models.{model.config.model_type}.', 'transformers.activations'
+    ours = 'torch.nn.modules.', Coded.__module__, *theirs
     for name, m in model.hf_model.named_modules():
         if not type(m).__module__.startswith(ours): return f"{name} is a {type(m).__name__}, not as transformers has it"
         if m._forward_hooks or m._forward_pre_hooks: return f"{name} has a hook"
@@ -144,24 +145,33 @@ class Laid:
         return None if norm is None else self.keep(norm.weight.detach().to(torch.float32, copy=True))
 
 # %% ../../kernels/06_lean_model.ipynb #37864602
-def _in_groups(c:Codes)->tuple[torch.Tensor, torch.Tensor, torch.Tensor|None, int]|None:
-    "Codes from 0 up [out, in], scales and offsets [out, in / 32], and the zero; None: groups are no multiple of 32"
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor|None, int]  # codes from 0 up [out, in]; scales, offsets; zero
+
+def _in_groups(c:Codes)->_Parts|None:
+    "A matrix with a scale for every 32 inputs; None: its groups are no multiple of that"
     group = c.shape[1] // c.d.shape[1]
     if group % GROUP: return None
     q = c.q if c.bits == 8 else torch.cat([c.q & 15, c.q >> 4], -1)
     signed = 128 if q.dtype == torch.int8 else 0
     q, wide = (q.view(torch.uint8) ^ signed).flatten(1), lambda x: x.repeat_interleave(group // GROUP, 1)
     if c.m is None and isinstance(c.z, int): return q, wide(c.d), None, c.z + signed
-    m = -(c.z + signed) * c.d.float() + (0. if c.m is None else c.m.float())
-    return q, wide(c.d), wide(m if c.m is None or c.z or signed else c.m), -1
+    zero = signed + (c.z.float() if isinstance(c.z, torch.Tensor) else c.z)
+    if c.m is not None and isinstance(zero, int) and not zero: return q, wide(c.d), wide(c.m), -1
+    return q, wide(c.d), wide((0. if c.m is None else c.m.float()) - zero * c.d.float()), -1
 
-def _same(parts:list[Any])->tuple[torch.Tensor, torch.Tensor, torch.Tensor|None, int]:
+def _same(parts:list[_Parts])->_Parts:
     "Parts of one matrix, written in one way"
     zeros = {z for *_, z in parts}
     if len(zeros) > 1: parts = [(q, d, -z * d.float() if m is None else m, -1) for q, d, m, z in parts]
-    q, d, m = ([p[i] for p in parts] for i in range(3))
-    return torch.cat(q), torch.cat(d), None if m[0] is None else torch.cat(m), parts[0][3]
+    offsets = [m for _, _, m, _ in parts if m is not None]
+    q, d = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return q, d, torch.cat(offsets) if offsets else None, parts[0][3]
 
+def _padded(q:torch.Tensor, d:torch.Tensor, m:torch.Tensor|None, zero:int, out:int)->_Parts:
+    "Outputs filled up to a multiple of `out`"
+    return _pad(q, out), _pad(d, out), None if m is None else _pad(m, out), zero
+
+# %% ../../kernels/06_lean_model.ipynb #f2ab9f2a
 @patch
 def codes(self:Laid,
     parts:list[Any], # linear layers, as in `matrix`
@@ -169,9 +179,9 @@ def codes(self:Laid,
 )->Struct|None:      # None: not in codes, or not in such as the C++ multiplies
     "A weight that stays in its codes"
     if self.onednn or not all(isinstance(p, CodedLinear) for p in parts): return None
-    if None in (some := [_in_groups(p.codes) for p in parts]): return None
-    some = [(*(x if x is None else _pad(x, out) for x in s[:3]), s[3]) for s in some if s]
-    bits, (q, d, m, zero) = max(p.codes.bits for p in parts), _same(some)
+    some = [s for p in parts if (s := _in_groups(p.codes))]
+    if len(some) < len(parts): return None
+    bits, (q, d, m, zero) = max(p.codes.bits for p in parts), _same([_padded(*s, out) for s in some])
     half = all(torch.equal(x.half().float(), x.float()) for x in (d, m) if x is not None)
     biases = [p.bias if p.bias is not None else torch.zeros(p.out_features) for p in parts]
     bias = torch.cat([_pad(b.detach().float(), out) for b in biases])
@@ -182,7 +192,7 @@ def codes(self:Laid,
 # %% ../../kernels/06_lean_model.ipynb #14d07107
 @patch
 def matrix(self:Laid,
-    parts:list[Any],             # linear layers, their weights in codes or not: they share an input, their outputs come side by side
+    parts:list[Any],             # linear layers of one input, in codes or not: their outputs come side by side
     out:int=1, in_:int=1,        # each part's outputs, and the inputs, are filled up with zeros to a multiple of these
 )->Struct:
     "A weight for the C++, or for oneDNN"
