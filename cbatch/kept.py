@@ -6,7 +6,7 @@
 __all__ = ['Cursor', 'GGUFFile', 'read_once', 'hollow', 'fill', 'gguf_weight', 'gguf_model', 'check_way', 'folder_weights',
            'folder_model']
 
-# %% ../nbs/03_kept.ipynb #17d53f48
+# %% ../nbs/03_kept.ipynb #9765014e
 import json, math, struct, torch
 import numpy as np
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from .params import brief
 from .quant import (Codes, CodedEmbedding, CodedLinear, GGUF_KINDS, awq_codes, coded, gguf_codes, gptq_codes,
     packed_codes)
 
-# %% ../nbs/03_kept.ipynb #c5f53c93
+# %% ../nbs/03_kept.ipynb #0c7d965b
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), 'BbHhIif?Qqd'))   # kinds of values
 _TEXT, _LIST = 8, 9
 
@@ -50,7 +50,7 @@ class Cursor:
         if inner == _LIST: return [x for _ in range(n) for x in self.value(inner)]
         return [(x,) for x in self.take(f'{n}{_NUMBERS[inner]}')]
 
-# %% ../nbs/03_kept.ipynb #2372af87
+# %% ../nbs/03_kept.ipynb #e10c3751
 def _field(c:Cursor)->tuple[str, Any]:
     "A name and its value, as transformers expects it of the package's reader"
     name, (kind,) = c.text().decode(), c.take('I')
@@ -61,10 +61,12 @@ def _field(c:Cursor)->tuple[str, Any]:
 class GGUFFile:
     "A GGUF file: what it says of itself, and its tensors where they lie; `ValueError` for one that is damaged"
     def __init__(self, path:Path):
-        self.path, self.data = path, np.memmap(path, np.uint8, 'c')
+        self.path = path
         self.fields:dict[str, Any] = {}
         self.tensors:dict[str, tuple[str, tuple[int, ...], np.ndarray]] = {}    # name: (kind, shape, bytes)
-        try: self._read(Cursor(self.data))
+        try:
+            self.data = np.memmap(path, np.uint8, 'c')
+            self._read(Cursor(self.data))
         except (struct.error, KeyError, ValueError, MemoryError) as e:
             raise ValueError(f"{path}: incomplete or damaged ({e}): download it again") from e
 
@@ -74,7 +76,7 @@ class GGUFFile:
         x = self.fields[name].parts[0]
         return x.decode() if isinstance(x, bytes) else x[0]
 
-# %% ../nbs/03_kept.ipynb #f9ce0fb4
+# %% ../nbs/03_kept.ipynb #2dfe9469
 @patch
 def _read(self:GGUFFile, c:Cursor):
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -94,7 +96,7 @@ def _read(self:GGUFFile, c:Cursor):
         if start + at + nbytes > len(self.data): raise ValueError(f"{name} lies beyond its end")
         self.tensors[name] = kind.name, shape, self.data[start + at:start + at + nbytes]
 
-# %% ../nbs/03_kept.ipynb #31c8971c
+# %% ../nbs/03_kept.ipynb #50883c68
 @contextmanager
 def read_once(file:GGUFFile)->Iterator[None]:
     "Whoever asks the package `gguf` for this file gets what was read already"
@@ -106,7 +108,7 @@ def read_once(file:GGUFFile)->Iterator[None]:
         try: yield
         finally: gguf.GGUFReader = before  # type: ignore[misc]
 
-# %% ../nbs/03_kept.ipynb #5629f1a0
+# %% ../nbs/03_kept.ipynb #c6fe8103
 def _put(model:PreTrainedModel, name:str, x:torch.Tensor|Codes, dtype:torch.dtype):
     "A tensor at its place; `ValueError` if it has none, or another shape"
     where, _, leaf = name.rpartition('.')
@@ -130,7 +132,7 @@ def _compute_buffers(model:PreTrainedModel):
     for p in model.parameters(): p._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 
-# %% ../nbs/03_kept.ipynb #2bbbb728
+# %% ../nbs/03_kept.ipynb #55d61bb1
 def hollow(config:PreTrainedConfig, dtype:torch.dtype)->PreTrainedModel:
     "A model without numbers, in eval mode"
     with making, torch.device('meta'): model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
@@ -153,7 +155,7 @@ def fill(
     _compute_buffers(model)
     return model
 
-# %% ../nbs/03_kept.ipynb #9ba57868
+# %% ../nbs/03_kept.ipynb #e1473347
 def _order(process:Callable[..., Any], name:str, num_rows:int)->torch.Tensor|None:
     "In which order the model wants the rows; None: as they are"
     ids = np.arange(num_rows)[:, None]
@@ -182,7 +184,7 @@ def gguf_weight(
     order, codes = _order(process, name, shape[0]), gguf_codes(kind, raw.view(shape[0], -1))
     return codes if order is None else codes.rows(order)
 
-# %% ../nbs/03_kept.ipynb #dfc473c3
+# %% ../nbs/03_kept.ipynb #4c90a376
 def _places(file:GGUFFile, model:PreTrainedModel)->dict[str, str]:
     "Names in the file: names in the model"
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -203,7 +205,7 @@ def gguf_model(file:GGUFFile, config:PreTrainedConfig, dtype:torch.dtype)->PreTr
     if big: raise ValueError(f"{', '.join(big[:3])}: transformers' {config.model_type} has no such weight")
     return fill(model, weights, dtype)
 
-# %% ../nbs/03_kept.ipynb #8a1aee26
+# %% ../nbs/03_kept.ipynb #420610cc
 def _awq(how:Mapping[str, Any])->Iterator[tuple[str, Any, tuple[Any, ...]]]:
     yield 'bits', how.get('bits', how.get('w_bit')), (4,)
     yield 'version', str(how.get('version', 'gemm')).lower(), ('gemm',)
@@ -237,7 +239,7 @@ def check_way(
     for name, said, good in _WAYS[way](how):
         if said not in good: raise ValueError(f"{way} with {name}={brief(said)} is not read; {good[0]!r} is")
 
-# %% ../nbs/03_kept.ipynb #fce488fd
+# %% ../nbs/03_kept.ipynb #d1d54a2f
 _NAMES = {'awq': ('qweight', 'qzeros', 'scales'), 'gptq': ('qweight', 'qzeros', 'scales', 'g_idx'),
           'compressed-tensors': tuple(f'weight_{x}' for x in ('packed', 'scale', 'shape', 'zero_point', 'g_idx'))}
 
