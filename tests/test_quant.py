@@ -233,6 +233,9 @@ def test_folders_of_other_models(arch, config, tmp_path):
     ids = torch.arange(30)[None]
     assert torch.allclose(loaded.hf_model(ids).logits, lm.hf_model(ids).logits, atol=1e-3)
     assert loaded.eos_ids == {3, 256}
+    llm = LLM(str(tmp_path), weights='kept', num_blocks=20, block_size=4, check=True)
+    assert is_coded(llm.model) and llm.model_path == str(tmp_path)
+    assert len(llm.generate([[1, 2, 3]], sp(3), use_tqdm=False)[0].outputs[0].token_ids) == 3
     half = load_model(str(tmp_path), 'bfloat16', weights='kept')
     assert half.dtype == half.hf_model(ids).logits.dtype == torch.bfloat16
 
