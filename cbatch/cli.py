@@ -100,6 +100,7 @@ def serve_command(
     api_key:str|None=None,      # clients must send it as Authorization: Bearer KEY; better: the variable CBATCH_API_KEY
     served_model_name:str|None=None, # what clients call the model; by default its last name
     dtype:str='auto',                # float32, bfloat16, float16
+    weights:str='auto',              # of a file of codes: kept as they are, or unpacked; auto: unpacked
     policy:str='fair',               # who may join the batch, and when; fair shares it among users or addresses
     max_num_seqs:int=32,             # slots of the batch
     max_num_batched_tokens:int=2048, # tokens a step computes at most
@@ -124,8 +125,8 @@ def serve_command(
     failed, key = list[Exception](), os.environ.get('CBATCH_API_KEY') or None if api_key is None else api_key
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     config = _checked(
-        dtype=dtype, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
+        dtype=dtype, weights=weights, policy=policy, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks, kv_cache_mb=kv_cache_mb)
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)
     with _told_once(failed): return serve(
         lambda: _make_llm(model, failed, **config), name, host=host, port=port, limits=limits, trace=trace,

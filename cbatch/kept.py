@@ -6,22 +6,24 @@
 __all__ = ['Cursor', 'GGUFFile', 'read_once', 'hollow', 'fill', 'gguf_weight', 'gguf_model', 'check_way', 'folder_weights',
            'folder_model']
 
-# %% ../nbs/03_kept.ipynb #647182ea
+# %% ../nbs/03_kept.ipynb #9765014e
 import json, math, struct, torch
 import numpy as np
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from fastcore.basics import patch
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from .model import making
+from .params import brief
 from .quant import (Codes, CodedEmbedding, CodedLinear, GGUF_KINDS, awq_codes, coded, gguf_codes, gptq_codes,
     packed_codes)
 
-# %% ../nbs/03_kept.ipynb #c348ddee
+# %% ../nbs/03_kept.ipynb #0c7d965b
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), 'BbHhIif?Qqd'))   # kinds of values
 _TEXT, _LIST = 8, 9
 
@@ -48,42 +50,25 @@ class Cursor:
         if inner == _LIST: return [x for _ in range(n) for x in self.value(inner)]
         return [(x,) for x in self.take(f'{n}{_NUMBERS[inner]}')]
 
-# %% ../nbs/03_kept.ipynb #31a673c0
+# %% ../nbs/03_kept.ipynb #e10c3751
+def _field(c:Cursor)->tuple[str, Any]:
+    "A name and its value, as transformers expects it of the package's reader"
+    name, (kind,) = c.text().decode(), c.take('I')
+    types = [kind, struct.unpack_from('<I', c.data, c.at)[0]] if kind == _LIST else [kind]
+    parts = c.value(kind)
+    return name, SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
+
 class GGUFFile:
     "A GGUF file: what it says of itself, and its tensors where they lie; `ValueError` for one that is damaged"
     def __init__(self, path:Path):
         self.path = path
+        self.fields:dict[str, Any] = {}
+        self.tensors:dict[str, tuple[str, tuple[int, ...], np.ndarray]] = {}    # name: (kind, shape, bytes)
         try:
             self.data = np.memmap(path, np.uint8, 'c')
             self._read(Cursor(self.data))
         except (struct.error, KeyError, ValueError, MemoryError) as e:
             raise ValueError(f"{path}: incomplete or damaged ({e}): download it again") from e
-
-    def _read(self, c:Cursor):
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        magic, version, num_tensors, num_fields = c.take('4sIQQ')
-        if magic != b'GGUF' or version not in (2, 3): raise ValueError("not version 2 or 3 of GGUF")
-        self.fields = dict(self._field(c) for _ in range(num_fields))
-        heads = []
-        for _ in range(num_tensors):
-            name, (n,) = c.text().decode(), c.take('I')
-            heads.append((name, c.take(f'{n}Q')[::-1], *c.take('IQ')))
-        align = self.said('general.alignment', 32)
-        start = -(-c.at // align) * align
-        self.tensors:dict[str, tuple[str, tuple[int, ...], np.ndarray]] = {}    # name: (kind, shape, bytes)
-        for name, shape, number, at in heads:
-            kind = GGMLQuantizationType(number)
-            per, size = GGML_QUANT_SIZES[kind]
-            nbytes = math.prod(shape) // per * size
-            if start + at + nbytes > len(self.data): raise ValueError(f"{name} lies beyond its end")
-            self.tensors[name] = kind.name, shape, self.data[start + at:start + at + nbytes]
-
-    def _field(self, c:Cursor)->tuple[str, Any]:
-        "A name and its value, as transformers expects it of the package's reader"
-        name, (kind,) = c.text().decode(), c.take('I')
-        types = [kind, struct.unpack_from('<I', c.data, c.at)[0]] if kind == _LIST else [kind]
-        parts = c.value(kind)
-        return name, SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
 
     def said(self, name:str, default:Any=None)->Any:
         "A single value"
@@ -91,7 +76,27 @@ class GGUFFile:
         x = self.fields[name].parts[0]
         return x.decode() if isinstance(x, bytes) else x[0]
 
-# %% ../nbs/03_kept.ipynb #7612fab6
+# %% ../nbs/03_kept.ipynb #2dfe9469
+@patch
+def _read(self:GGUFFile, c:Cursor):
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    magic, version, num_tensors, num_fields = c.take('4sIQQ')
+    if magic != b'GGUF' or version not in (2, 3): raise ValueError("not version 2 or 3 of GGUF")
+    self.fields |= dict(_field(c) for _ in range(num_fields))
+    heads = []
+    for _ in range(num_tensors):
+        name, (n,) = c.text().decode(), c.take('I')
+        heads.append((name, c.take(f'{n}Q')[::-1], *c.take('IQ')))
+    align = self.said('general.alignment', 32)
+    start = -(-c.at // align) * align
+    for name, shape, number, at in heads:
+        kind = GGMLQuantizationType(number)
+        per, size = GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(shape) // per * size
+        if start + at + nbytes > len(self.data): raise ValueError(f"{name} lies beyond its end")
+        self.tensors[name] = kind.name, shape, self.data[start + at:start + at + nbytes]
+
+# %% ../nbs/03_kept.ipynb #50883c68
 @contextmanager
 def read_once(file:GGUFFile)->Iterator[None]:
     "Whoever asks the package `gguf` for this file gets what was read already"
@@ -103,7 +108,7 @@ def read_once(file:GGUFFile)->Iterator[None]:
         try: yield
         finally: gguf.GGUFReader = before  # type: ignore[misc]
 
-# %% ../nbs/03_kept.ipynb #48cdae3c
+# %% ../nbs/03_kept.ipynb #c6fe8103
 def _put(model:PreTrainedModel, name:str, x:torch.Tensor|Codes, dtype:torch.dtype):
     "A tensor at its place; `ValueError` if it has none, or another shape"
     where, _, leaf = name.rpartition('.')
@@ -124,10 +129,10 @@ def _compute_buffers(model:PreTrainedModel):
     for m in model.modules():
         for n, b in m.named_buffers(recurse=False):
             if b.is_meta: setattr(m, n, torch.full_like(b, math.nan if b.is_floating_point() else 0, device='cpu'))
-    for p in model.parameters(): p._is_hf_initialized = True
+    for p in model.parameters(): p._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 
-# %% ../nbs/03_kept.ipynb #391e5780
+# %% ../nbs/03_kept.ipynb #55d61bb1
 def hollow(config:PreTrainedConfig, dtype:torch.dtype)->PreTrainedModel:
     "A model without numbers, in eval mode"
     with making, torch.device('meta'): model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
@@ -150,7 +155,7 @@ def fill(
     _compute_buffers(model)
     return model
 
-# %% ../nbs/03_kept.ipynb #2a2af8f6
+# %% ../nbs/03_kept.ipynb #e1473347
 def _order(process:Callable[..., Any], name:str, num_rows:int)->torch.Tensor|None:
     "In which order the model wants the rows; None: as they are"
     ids = np.arange(num_rows)[:, None]
@@ -179,6 +184,7 @@ def gguf_weight(
     order, codes = _order(process, name, shape[0]), gguf_codes(kind, raw.view(shape[0], -1))
     return codes if order is None else codes.rows(order)
 
+# %% ../nbs/03_kept.ipynb #4c90a376
 def _places(file:GGUFFile, model:PreTrainedModel)->dict[str, str]:
     "Names in the file: names in the model"
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -199,7 +205,7 @@ def gguf_model(file:GGUFFile, config:PreTrainedConfig, dtype:torch.dtype)->PreTr
     if big: raise ValueError(f"{', '.join(big[:3])}: transformers' {config.model_type} has no such weight")
     return fill(model, weights, dtype)
 
-# %% ../nbs/03_kept.ipynb #1edf8b73
+# %% ../nbs/03_kept.ipynb #420610cc
 def _awq(how:Mapping[str, Any])->Iterator[tuple[str, Any, tuple[Any, ...]]]:
     yield 'bits', how.get('bits', how.get('w_bit')), (4,)
     yield 'version', str(how.get('version', 'gemm')).lower(), ('gemm',)
@@ -229,11 +235,11 @@ def check_way(
 ):
     "Raise `ValueError`, by name, for a way to make codes that we do not read"
     way = how.get('quant_method')
-    if way not in _WAYS: raise ValueError(f"quant_method {way!r} is not kept; kept are {', '.join(_WAYS)} and GGUF files")
+    if way not in _WAYS: raise ValueError(f"quant_method {way!r} is not read; {', '.join(_WAYS)} and GGUF files are")
     for name, said, good in _WAYS[way](how):
-        if said not in good: raise ValueError(f"{way} with {name}={said!r} is not kept; {' or '.join(map(repr, good))} is")
+        if said not in good: raise ValueError(f"{way} with {name}={brief(said)} is not read; {good[0]!r} is")
 
-# %% ../nbs/03_kept.ipynb #12150196
+# %% ../nbs/03_kept.ipynb #d1d54a2f
 _NAMES = {'awq': ('qweight', 'qzeros', 'scales'), 'gptq': ('qweight', 'qzeros', 'scales', 'g_idx'),
           'compressed-tensors': tuple(f'weight_{x}' for x in ('packed', 'scale', 'shape', 'zero_point', 'g_idx'))}
 
@@ -244,8 +250,9 @@ def folder_weights(
     "Weights by name, matrix by matrix; `ValueError` by name for one whose parts do not fit"
     from safetensors import safe_open
     way, opened = how['quant_method'], [safe_open(f, 'pt') for f in files]
-    names, make = _NAMES[way], {'awq': awq_codes, 'compressed-tensors': packed_codes}.get(way)
-    if make is None: make = partial(gptq_codes, bits=how['bits'], less=how.get('checkpoint_format') != 'gptq_v2')
+    gptq = partial(gptq_codes, bits=how.get('bits', 4), less=int(how.get('checkpoint_format') != 'gptq_v2'))
+    makes:dict[str, Callable[..., Codes]] = {'awq': awq_codes, 'gptq': gptq, 'compressed-tensors': packed_codes}
+    names, make = _NAMES[way], makes[way]
     have = {n: f for f in opened for n in f.keys()}
     for name, f in have.items():
         where, _, leaf = name.rpartition('.')

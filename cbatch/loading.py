@@ -79,9 +79,10 @@ def _gguf_model(gguf:Path)->PreTrainedModel:
     return model
 
 # %% ../nbs/03_loading.ipynb #2c4ae37e
-def _gguf_tokenizer(file:GGUFFile)->PreTrainedTokenizerBase:
+def _gguf_tokenizer(gguf:Path, file:GGUFFile|None=None)->PreTrainedTokenizerBase:
     "The tokenizer in a GGUF file, mended where transformers does not follow the file"
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    file = file or GGUFFile(gguf)
     with read_once(file): tok = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     for name, key in dict(bos='bos', eos='eos', unk='unknown', pad='padding').items():
         i = file.said(f'tokenizer.ggml.{key}_token_id')
@@ -146,7 +147,7 @@ def _convert(gguf:Path)->Path:
     try:
         with quiet():
             _gguf_model(gguf).save_pretrained(half)
-            _gguf_tokenizer(GGUFFile(gguf)).save_pretrained(half)
+            _gguf_tokenizer(gguf).save_pretrained(half)
         try: os.replace(half, folder)
         except OSError:
             if not folder.is_dir(): raise  # else another process was first, with the same content
@@ -280,7 +281,7 @@ def _files(source:str, hub:dict[str, bool])->list[Path]:
 def _kept_folder(source:str, config:PreTrainedConfig, dtype:torch.dtype, hub:dict[str, bool])->PreTrainedModel:
     "The model of a folder or hub id, as codes"
     model = folder_model(_files(source, hub), config, dtype)
-    try: model.generation_config = GenerationConfig.from_pretrained(source, **hub)
+    try: model.generation_config = GenerationConfig.from_pretrained(source, **hub)  # type: ignore[arg-type]
     except OSError: pass           # it has none: what the configuration says, stands
     return model
 
@@ -292,7 +293,7 @@ def _kept_file(gguf:Path, name:str, dtype:torch.dtype, device:torch.device)->Cau
     refuse(config)
     try: model = gguf_model(file, config, dtype)
     except ValueError as e: raise ValueError(f"{name}: {e}. weights='unpacked' makes floats of it") from e
-    return CausalLM(model.to(device), _gguf_tokenizer(file), name)
+    return CausalLM(model.to(device), _gguf_tokenizer(gguf, file), name)  # type: ignore[arg-type]
 
 # %% ../nbs/03_loading.ipynb #45365222
 def _from_pretrained(
@@ -303,7 +304,8 @@ def _from_pretrained(
     weights:str='auto',
 )->CausalLM: # of codes, where they are kept, and where they are of a kind that we read ourselves
     "A model by name"
-    if weights == 'kept' and load_format == 'auto' and (gguf := _gguf(name)): return _kept_file(gguf, name, dtype, device)
+    if weights == 'kept' and load_format == 'auto' and (gguf := _gguf(name)):
+        return _kept_file(gguf, name, dtype, device)
     source = _source(name)
     hub = _hub(source)
     try: config = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
@@ -332,8 +334,7 @@ def _as_wished(lm:CausalLM, weights:str, by_name:bool)->CausalLM:
     "Codes or floats, as `load_model` was told; an object stays as it is, unless it was told otherwise"
     if is_coded(lm): return unpack(lm) if weights == 'unpacked' or by_name and weights == 'auto' else lm
     if weights != 'kept': return lm
-    raise ParamError('weights', f"weights='kept': {lm.name} has floats, which nothing is lost by; to make codes of them, "
-                                "quantise the model: cbatch.quant.quantise(model, bits=8)")
+    raise ParamError('weights', f"weights='kept': {lm.name} has floats; cbatch.quant.quantise makes codes of them")
 
 # %% ../nbs/03_loading.ipynb #69e4a1c1
 def _wrap(

@@ -325,8 +325,8 @@ def kv_bytes_per_token(self:CausalLM)->int:
 # %% ../nbs/02_model.ipynb #991355f3
 @patch
 def _repr_html_(self:CausalLM)->str:
-    kept = {m.codes.q.data_ptr(): m.codes.shape for m in self.hf_model.modules() if hasattr(m, 'codes')}
-    params = sum([p.numel() for p in self.hf_model.parameters()] + [rows * per for rows, per in kept.values()])
+    kept = {c.q.data_ptr(): c.shape for m in self.hf_model.modules() if (c := getattr(m, 'codes', None))}
+    params = sum(p.numel() for p in self.hf_model.parameters()) + sum(rows * per for rows, per in kept.values())
     layer, kind = self.layers[0], str(self.dtype)[6:] + ' on codes' * bool(kept)
     rows = {'architecture': type(self.hf_model).__name__, 'parameters': f'{params / 1e6:.1f} M, {kind}',
             'layers': self.num_layers, 'heads / KV heads': f'{layer.num_heads} / {layer.num_kv_heads}',

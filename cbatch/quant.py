@@ -6,7 +6,7 @@
 __all__ = ['GGUF_KINDS', 'Codes', 'pack4', 'gguf_codes', 'awq_codes', 'gptq_codes', 'packed_codes', 'codes_of', 'Coded',
            'CodedLinear', 'CodedEmbedding', 'swap', 'coded', 'quantise', 'is_coded', 'weight_bytes', 'unpack']
 
-# %% ../nbs/03_quant.ipynb #ac7919bf
+# %% ../nbs/03_quant.ipynb #9c1c7a87
 import torch
 import torch.nn.functional as F
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .model import CausalLM, neutral, with_attention
 from .params import ParamError, check_whole
 
-# %% ../nbs/03_quant.ipynb #a9652755
+# %% ../nbs/03_quant.ipynb #09c4898c
 @dataclass(frozen=True, eq=False)
 class Codes:
     "A matrix of weights, `d * (q - z) + m`, in groups that run along its rows"
@@ -42,7 +42,7 @@ def pack4(
     low, high = q.chunk(2, -1)
     return low | high << 4
 
-# %% ../nbs/03_quant.ipynb #a4ebd890
+# %% ../nbs/03_quant.ipynb #45a9ca70
 @patch
 def dequantise(self:Codes,
     dtype:torch.dtype=torch.float32,
@@ -60,17 +60,17 @@ def rows(self:Codes,
     which:torch.Tensor|slice, # numbers of rows
 )->Codes:
     "Some rows, in this order"
-    some = {k: x[which] for k in 'qdmz' if isinstance(x := getattr(self, k), torch.Tensor)}
+    some:Any = {k: x[which] for k in 'qdmz' if isinstance(x := getattr(self, k), torch.Tensor)}
     return replace(self, **some)
 
-# %% ../nbs/03_quant.ipynb #51a2a111
+# %% ../nbs/03_quant.ipynb #598e4eb0
 def _half(x:torch.Tensor)->torch.Tensor: return x.view(torch.float16).squeeze(-1)
 
 def _q4_0(b:torch.Tensor)->Codes: return Codes(b[..., 2:], _half(b[..., :2]), z=8, bits=4)
 def _q4_1(b:torch.Tensor)->Codes: return Codes(b[..., 4:], _half(b[..., :2]), _half(b[..., 2:4]), bits=4)
 def _q8_0(b:torch.Tensor)->Codes: return Codes(b[..., 2:].view(torch.int8), _half(b[..., :2]))
 
-# %% ../nbs/03_quant.ipynb #84bda2e9
+# %% ../nbs/03_quant.ipynb #fd551c5b
 def _small_steps(b:torch.Tensor)->tuple[torch.Tensor, torch.Tensor]:
     "Steps and offsets of eight groups, as codes of 6 bits each in 12 bytes"
     a, b, c = b.unflatten(-1, (3, 4)).unbind(-2)
@@ -101,7 +101,7 @@ def _q6_k(b:torch.Tensor)->Codes:
     d = b[..., 208:].view(torch.float16).float() * b[..., 192:208].view(torch.int8).float()
     return Codes((low | high << 4).flatten(1).unflatten(1, (-1, 16)), d.flatten(1), z=32)
 
-# %% ../nbs/03_quant.ipynb #4b488ecc
+# %% ../nbs/03_quant.ipynb #a24fc782
 _BLOCKS:dict[str, tuple[int, Callable[[torch.Tensor], Codes]]] = dict(    # bytes of a block
     Q4_0=(18, _q4_0), Q4_1=(20, _q4_1), Q8_0=(34, _q8_0), Q4_K=(144, _q4_k), Q5_K=(176, _q5_k), Q6_K=(210, _q6_k))
 GGUF_KINDS = tuple(_BLOCKS)
@@ -114,7 +114,7 @@ def gguf_codes(
     size, read = _BLOCKS[kind]
     return read(raw.unflatten(1, (-1, size)))
 
-# %% ../nbs/03_quant.ipynb #624753c4
+# %% ../nbs/03_quant.ipynb #a3ff8504
 def _unpack(x:torch.Tensor, bits:int)->torch.Tensor:
     "[r, c] of int32 as [r, c * 32 / bits] codes, the lowest bits first"
     b = x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -135,7 +135,7 @@ def awq_codes(
     def unpack(x): return _unpack(x, 4).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
     return _grouped(unpack(qweight).T, scales.T, unpack(qzeros).T.contiguous(), 4)
 
-# %% ../nbs/03_quant.ipynb #ee8b9562
+# %% ../nbs/03_quant.ipynb #94c538e6
 def _in_order(g_idx:torch.Tensor|None, num_in:int, groups:int):
     if g_idx is None: return
     if not torch.equal(g_idx.long(), torch.arange(num_in) // (num_in // groups)):
@@ -154,7 +154,7 @@ def gptq_codes(
     _in_order(g_idx, q.shape[1], len(scales))
     return _grouped(q, scales.T, (_unpack(qzeros, bits).T.to(torch.int16) + less).contiguous(), bits)
 
-# %% ../nbs/03_quant.ipynb #9dcdf607
+# %% ../nbs/03_quant.ipynb #150e02f7
 def packed_codes(
     weight_packed:torch.Tensor, # [out, in * bits / 32], int32, filled up
     weight_scale:torch.Tensor,  # [out, groups]
@@ -173,7 +173,7 @@ def packed_codes(
     else: zero = z.to(torch.int16) + half
     return _grouped(_unpack(weight_packed, bits)[:, :num_in], weight_scale, zero, bits)
 
-# %% ../nbs/03_quant.ipynb #ac0ca18f
+# %% ../nbs/03_quant.ipynb #dbdc2987
 def codes_of(
     weight:torch.Tensor, # [out, in]
     bits:int=4,          # 4: from the least to the largest; 8: around zero
@@ -190,7 +190,7 @@ def codes_of(
     if m is None: return Codes(q.clamp_(-127, 127).to(torch.int8), d)
     return Codes(pack4(q.clamp_(0, 15).to(torch.uint8)), d, m, bits=4)
 
-# %% ../nbs/03_quant.ipynb #065c3ed6
+# %% ../nbs/03_quant.ipynb #31c481d7
 _AS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 def _no_floats(*args:Any):
@@ -217,7 +217,7 @@ class Coded(torch.nn.Module):
         "All of it as floats, for who must see it"
         return self.codes.dequantise(self.like.dtype)
 
-# %% ../nbs/03_quant.ipynb #84efd6b4
+# %% ../nbs/03_quant.ipynb #bdd61961
 _AT_ONCE = 1 << 22      # weights that are floats at a time
 
 class CodedLinear(Coded):
@@ -242,7 +242,7 @@ class CodedEmbedding(Coded):
     def forward(self, ids:torch.Tensor)->torch.Tensor:
         return self.codes.rows(ids.flatten()).dequantise(self.like.dtype).view(*ids.shape, -1)
 
-# %% ../nbs/03_quant.ipynb #d1862792
+# %% ../nbs/03_quant.ipynb #4cc588ca
 def swap(
     hf_model:PreTrainedModel,
     other:Callable[[torch.nn.Module], torch.nn.Module|None], # instead of a module; None: it stays
@@ -261,7 +261,7 @@ def coded(
     if type(module) is torch.nn.Linear: return CodedLinear(codes, module.bias, dtype)
     return CodedEmbedding(codes, dtype) if type(module) is torch.nn.Embedding else None
 
-# %% ../nbs/03_quant.ipynb #bb72a037
+# %% ../nbs/03_quant.ipynb #b32d18cf
 @neutral
 def quantise(
     model:CausalLM, # in floats; it stays as it is
@@ -284,13 +284,13 @@ def quantise(
     if not swap(hf, other): raise ValueError(f"{model.name}: no layer with floats in rows of a multiple of {group}")
     return replace(model, hf_model=hf, name=f'{model.name}, {bits} bits', path=None)
 
-# %% ../nbs/03_quant.ipynb #1da6f845
+# %% ../nbs/03_quant.ipynb #c10999b5
 def is_coded(model:CausalLM)->bool: return any(isinstance(m, Coded) for m in model.hf_model.modules())
 
 def weight_bytes(model:CausalLM)->int:
     "Bytes of all weights, one that is shared counted once"
-    tensors = {(x.data_ptr(), x.numel()): x.nbytes for f in ('parameters', 'buffers') for x in getattr(model.hf_model, f)()}
-    return sum(tensors.values())
+    tensors = *model.hf_model.parameters(), *model.hf_model.buffers()
+    return sum({(x.data_ptr(), x.numel()): x.nbytes for x in tensors}.values())
 
 @neutral
 def unpack(
@@ -302,9 +302,10 @@ def unpack(
     def other(m:torch.nn.Module)->torch.nn.Module|None:
         if not isinstance(m, Coded): return None
         w = done.setdefault(m.codes.q.data_ptr(), torch.nn.Parameter(m.weight, requires_grad=False))
-        new:Any = (torch.nn.Linear if isinstance(m, CodedLinear) else torch.nn.Embedding)(*w.shape[::-1], device='meta')
+        linear, (a, b) = isinstance(m, CodedLinear), w.shape
+        new:Any = torch.nn.Linear(b, a, device='meta') if linear else torch.nn.Embedding(a, b, device='meta')
         new.weight = w
-        if isinstance(m, CodedLinear): new.bias = m.bias
-        return new.requires_grad_(False).eval()
+        if linear: new.bias = m.bias
+        return new.eval()
     swap(hf, other)
     return replace(model, hf_model=hf, path=None)
