@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from fastcore.basics import patch
 from .core import Plan, StepRecord
-from .trace import written
+from .trace_format import written
 
 # %% ../nbs/52_cost.ipynb #609018ba
 class Features(NamedTuple):

@@ -21,7 +21,8 @@ from .metrics import compare, summarize
 from .results import refuse_folders
 from .screen import Live, Screen, harmless
 from .state import State
-from .trace import Trace, written
+from .trace import Trace
+from .trace_format import written
 from .traffic import workload_of
 if TYPE_CHECKING: from cbatch.simulator import Served
 
