@@ -283,6 +283,7 @@ class StepRecord:
     arrived:list[tuple[str, int, float]] = field(default_factory=list)  # (id, prompt_len, arrival) since the last step
     found:dict[str, int] = field(default_factory=dict)       # request_id -> tokens that an admitted request had already
     blocks:dict[str, list[int]] = field(default_factory=dict)  # request_id -> block ids added since the step before
+    guessed:dict[str, tuple[int, int, int]] = field(default_factory=dict)  # id -> (guessed, kept, blocks given back)
     num_waiting:int = 0           # still in the queue when the step was decided
     num_free_blocks:int = 0       # after the step
 

@@ -34,7 +34,7 @@ def written(
         if half is not home: half.unlink(missing_ok=True)
 
 # %% ../nbs/28_trace_format.ipynb #b11224c9
-VERSION = 2
+VERSION = 3
 _whole, _secs, _str, _text = {int}, {int, float}, {str}, {str, type(None)}
 
 _state = dict(num_blocks=_whole, requests={str: (_whole, _secs)}, slots={str: _whole}, computed={str: _whole},
@@ -47,9 +47,11 @@ _decided = _text, _str, _str, {int, float, type(None)}, {int, str, type(None)}
 _record = dict(step=_whole, start=_secs, end=_secs, scheduled=[(_str, _whole, _whole, _whole)],
     padding=[(_whole, _whole)], decisions=[_decided], admitted=[_str], preempted=[_str], paused=[_str],
     finished=[(_str, _str)], arrived=[(_str, _whole, _secs)], found={str: _whole}, blocks={str: [_whole]},
-    num_waiting=_whole, num_free_blocks=_whole)
+    guessed={str: (_whole, _whole, _whole)}, num_waiting=_whole, num_free_blocks=_whole)
 
-_first = {k: v for k, v in _record.items() if k != 'paused'} | dict(decisions=[(_text, _str)])   # version 1: in English
+_second = {k: v for k, v in _record.items() if k != 'guessed'}
+_first = {k: v for k, v in _second.items() if k != 'paused'} | dict(decisions=[(_text, _str)])   # in English
+_versions = {1: _first, 2: _second, VERSION: _record}
 
 def _fit(x:Any, shape:Any, at:str)->Any:
     "`x` from JSON, if it has the shape: a set of types, [each], (one, by, one), {str: each} or dict(name=...)"
@@ -121,7 +123,7 @@ def read_header(line:str)->Header:
     "The first line of a file of steps; `ValueError` if it is none"
     d = _fit(_json(line), _header, 'header')
     version = d['cbatch_trace']
-    if version not in (1, VERSION): raise ValueError(f"version {version}, this is {VERSION}")
+    if version not in _versions: raise ValueError(f"version {version}, this is {VERSION}")
     return Header(version, {k: d[k] for k in _facts}, State(**d['state']), d['prompts'])
 
 def read_record(
@@ -129,6 +131,14 @@ def read_record(
     version:int=VERSION, # what the header says
 )->StepRecord:
     "One of the lines after it; `ValueError` if it is none"
-    d = _fit(_json(line), _record if version == VERSION else _first, 'record')
-    d['decisions'] = [_decision(*x) if version == VERSION else Decision(x[0], *_said(x[1])) for x in d['decisions']]
-    return StepRecord(**d)
+    d = _fit(_json(line), _versions[version], 'record')
+    d['decisions'] = [Decision(x[0], *_said(x[1])) if version == 1 else _decision(*x) for x in d['decisions']]
+    _check_guesses(rec := StepRecord(**d))
+    return rec
+
+def _check_guesses(rec:StepRecord):
+    "`ValueError` unless what a record says of guesses fits what it says of tokens and blocks"
+    sampled = {r: n for r, _, _, n in rec.scheduled}
+    for r, (guessed, kept, back) in rec.guessed.items():
+        fits = kept == max(0, sampled.get(r, 0) - 1) and back <= len(rec.blocks.get(r, ()))
+        if kept > guessed or not fits: raise ValueError(f"record guessed: {r} can't have {[guessed, kept, back]}")
