@@ -70,6 +70,7 @@ class Asked(_Weak):
     deadline:float|None = None    # s, ends by an error if it is not done by then
     cache_salt:str|None = None    # shares cached blocks only with requests of the same salt
     use_cache:bool = True         # may it read and leave blocks in the prefix cache?
+    prediction:tuple[int, ...] = ()  # token ids that its client thinks the answer will be
     group:str = ''                # the id that its caller knows, shared by all answers to one prompt
     sample_index:int = 0          # which of its prompt's answers this is
 
@@ -92,6 +93,8 @@ class Request(Asked):
     num_preemptions:int = 0
     num_recomputed_tokens:int = 0 # tokens computed once more because their KV was given up
     num_cached_tokens:int = 0     # prompt tokens found in the prefix cache
+    num_guessed:int = 0           # tokens that were guessed for it
+    num_accepted:int = 0          # of them, those that became its own
     scheduled_at:float|None = None   # s, first step that gave it tokens
     token_times:list[float] = field(default_factory=list)  # s, one per output token
     finished_at:float|None = None
@@ -233,6 +236,7 @@ class Plan:
     copies:list[tuple[int, int]] = field(default_factory=list)    # (from block, to block)
     blocks:dict[str, list[int]] = field(default_factory=dict)     # request_id -> blocks it got; if admitted, all it has
     found:dict[str, int] = field(default_factory=dict)            # request_id -> tokens that it had when admitted
+    lent:dict[Request, list[int]] = field(default_factory=dict)   # first token of each block that its guesses got
     decisions:list[Decision] = field(default_factory=list)        # empty when nobody listens
     num_waiting:int = 0                             # still in the queue
 
@@ -298,6 +302,8 @@ class RequestMetrics:
     num_preemptions:int = 0
     num_recomputed_tokens:int = 0
     num_cached_tokens:int = 0
+    num_guessed_tokens:int = 0    # tokens guessed for it
+    num_accepted_tokens:int = 0   # of them, those that became its own
 
 @dataclass
 class CompletionOutput:

@@ -103,11 +103,22 @@ def limit(self:Door, num_prompt:int, params:SamplingParams)->int:
 
 # %% ../nbs/34_door.ipynb #22af94fd
 @patch
+def _predicted(self:Door, said:Any)->tuple[int, ...]:
+    "Tokens of what a client thinks the answer will be, as far as they could all be of one answer"
+    if said is None: return ()
+    try:
+        ids = self.encode(said)
+        check_ids(ids or [0], SamplingParams(), self.vocab_size)
+    except ParamError as e: raise ParamError('prediction', f"prediction: {e}") from None
+    return tuple(ids[:self.max_model_len])
+
+@patch
 def ask(self:Door,
     prompt:Any,
     params:SamplingParams|None=None,
     request_id:str|None=None,
     arrival:float=0.,
+    prediction:Any=None,  # text or token ids that the answer may be
     **more:Any,           # further fields of `Asked`
 )->Asked:                 # checked; nothing is taken
     "Look at a request: `ParamError` if it could not be served"
@@ -115,7 +126,7 @@ def ask(self:Door,
     if not isinstance(params, SamplingParams):
         raise ParamError('params', f"params is {type(params).__name__}: give SamplingParams")
     name = '' if request_id is None else check_text('request_id', request_id, 0, ANY, 'text')
-    more = _more(arrival=arrival, **more)
+    more = dict(_more(arrival=arrival, **more), prediction=self._predicted(prediction))
     ids = self.encode(prompt)
     check_ids(ids, params, self.vocab_size)
     if params.stop and self.tokenizer is None:

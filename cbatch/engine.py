@@ -22,6 +22,7 @@ from .metrics import EngineCounters
 from .model import CausalLM
 from .params import EngineConfig, ParamError, SamplingParams, wished
 from .catalog import get_policy
+from .guesses import get_guesses
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
 from .reports import Answer, Draft, Outbox
@@ -96,7 +97,9 @@ def _trace(self:Engine)->Trace:
 @patch
 def _scheduler(self:Engine, policy)->Scheduler:
     blocks = PrefixBlocks(self.num_blocks, self.config.block_size, self.config.prefix_caching)
-    return Scheduler(self.config, blocks, policy, get_preemptor(self.config, self.num_host_blocks))
+    s = Scheduler(self.config, blocks, policy, get_preemptor(self.config, self.num_host_blocks))
+    s.guesses = get_guesses(self.config, self.model.vocab_size)
+    return s
 
 # %% ../nbs/36_engine.ipynb #98942c0e
 @patch
@@ -129,6 +132,7 @@ def prepare(self:Engine,
     deadline:float|None=None,    # s on `llm.clock`; a request that is not done by then ends with an error
     cache_salt:str|None=None,    # cached blocks are shared among equal salts only
     use_cache:bool=True,         # False: neither read nor leave anything in the prefix cache
+    prediction:Any=None,         # text or token ids that the answer may be: guesses are taken from there
     **wishes:Any,                # or what `params` would say, by name: max_tokens=5
 )->Asked:                        # for `enter`
     "Look at a request and turn its text into tokens; nothing is taken. `ParamError` if it could not be served"
@@ -138,7 +142,7 @@ def prepare(self:Engine,
     now = self.clock() if arrival is None else arrival
     params = wished(params, wishes)
     return self.door.ask(prompt, params, request_id, now, priority=priority, user=user, deadline=deadline,
-                         cache_salt=cache_salt, use_cache=use_cache)
+                         cache_salt=cache_salt, use_cache=use_cache, prediction=prediction)
 
 @patch
 def add(self:Engine,
@@ -205,9 +209,9 @@ def _step(self:Engine)->list[Draft]:
     plan, out = self._try(plan)
     now, lap = self.clock(), perf_counter()
     finished = self.scheduler.update(plan, out, now)
-    self.counters.count(plan, out, self.config.max_num_seqs)
     lap = self._lap('update', lap)
     drafts, stopped = self._reports(plan, out, now)
+    self.counters.count(plan, out, self.config.max_num_seqs)
     lap = self._lap('text', lap)
     if self.trace: self.trace.executed(plan, out, finished + stopped, start, now, self.num_free_blocks)
     self._lap('trace', lap)
@@ -264,13 +268,13 @@ def _reports(self:Engine, plan:Plan, out:StepOutput, now:float)->tuple[list[Draf
         if not (answer := self.requests.get(r.request_id)): continue
         answer.keep(out)
         if not (r.request_id in out.sampled or answer.done): continue
-        if self._read(answer, now): stopped.append(r)
+        if self._read(answer, out, now): stopped.append(r)
         touched[r.group] = None
         if answer.done: self._leave(r)
     return [self._report(g) for g in touched], stopped
 
 @patch
-def _read(self:Engine, answer:Answer, now:float)->bool: # did that end it?
+def _read(self:Engine, answer:Answer, out:StepOutput, now:float)->bool: # did that end it?
     "Turn the newest tokens of an answer into text; a stop string ends it, and so does an exception"
     r, over = answer.request, answer.done
     try: hit = answer.text.push(r.output_ids, last=over)
@@ -280,7 +284,7 @@ def _read(self:Engine, answer:Answer, now:float)->bool: # did that end it?
     r.finish_reason = 'error' if r.failure else 'stop'
     if hit:
         r.stop_reason = answer.text.stop
-        answer.cut(answer.text.num_read)
+        if n := answer.cut(answer.text.num_read): del out.sampled[r.request_id][-n:]
     return not over
 
 # %% ../nbs/36_engine.ipynb #48fdef80
@@ -289,6 +293,7 @@ def _leave(self:Engine, r:Request):
     "Forget a request that has ended"
     del self.requests[r.request_id]
     self.counters.finish(r)
+    if self.scheduler.guesses: self.scheduler.guesses.forget(r)
 
 @patch
 def _report(self:Engine, group:str)->Draft:

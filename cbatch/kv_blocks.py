@@ -109,6 +109,18 @@ def grow(self:BlockManager, request:Request, num_tokens:int)->list[int]: # ids o
     return new
 
 @patch
+def shrink(self:BlockManager, request:Request, num_tokens:int):
+    "Take back the blocks of `request` beyond its first `num_tokens` tokens"
+    keep = -(-num_tokens // self.block_size)
+    self.pool.free(reversed(request.block_table[keep:]))
+    del request.block_table[keep:]
+
+@patch
+def num_idle(self:BlockManager, most:int)->int:
+    "How many of the next `most` free blocks hold nothing that somebody could find"
+    return min(most, self.num_free_blocks)
+
+@patch
 def release(self:BlockManager, request:Request):
     "Take back all blocks of `request`; once or ten times is the same"
     self.pool.free(reversed(request.block_table))  # tail first: the head of a prompt is worth keeping longest

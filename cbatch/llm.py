@@ -16,6 +16,7 @@ from typing import Any
 from .core import Asked, RequestOutput
 from .door import meant
 from .engine import Engine
+from .guesses import get_guesses
 from .interrupts import alone, undisturbed
 from .loading import load_model, overwrite
 from .model import CausalLM
@@ -35,7 +36,7 @@ class LLM(Engine):
         **config:Any,       # any field of `EngineConfig`
     ):
         cfg = EngineConfig(**config)
-        get_policy(cfg.policy)           # a wrong name is found before a model is loaded
+        get_policy(cfg.policy), get_guesses(cfg)     # a wrong name is found before a model is loaded
         dtype:Any = cfg.dtype
         device = cfg.device
         if isinstance(model, PreTrainedModel):

@@ -56,12 +56,17 @@ class EngineCounters:
     "Sums over all steps of an engine, and two gauges"
     num_steps:int = 0
     num_slot_steps:int = 0        # max_num_seqs x steps
-    num_sampled_tokens:int = 0    # slot-steps that gave somebody a token
+    num_sampled_tokens:int = 0    # tokens that requests got
+    num_sampling:int = 0          # slot-steps that gave somebody a token, or several
     num_prefilling:int = 0        # slot-steps that computed for a request and sampled nothing yet
     num_idle:int = 0              # slot-steps without a request, computed as padding or not
     num_prompt_tokens:int = 0     # computed, of prompts
     num_decode_tokens:int = 0     # computed, of answers
     num_padding_tokens:int = 0    # computed for nobody
+    num_guesses:int = 0           # slot-steps with guesses
+    num_guessed_tokens:int = 0    # computed as guesses
+    num_accepted_tokens:int = 0   # of them, those that held
+    accepted_at:list[int] = field(default_factory=list)     # of them, by place: the first guesses, the second ...
     num_preemptions:int = 0
     num_recomputed_tokens:int = 0 # of ended requests
     num_cached_tokens:int = 0     # of ended requests
@@ -72,8 +77,8 @@ class EngineCounters:
 
     @property
     def slot_utilisation(self)->float:
-        "Sampled tokens / (max_num_seqs x steps)"
-        return self.num_sampled_tokens / self.num_slot_steps if self.num_slot_steps else 0.
+        "Slot-steps that gave somebody a token / (max_num_seqs x steps)"
+        return self.num_sampling / self.num_slot_steps if self.num_slot_steps else 0.
 
     def as_dict(self)->dict[str, Any]:
         return {**asdict(self), 'finished': dict(self.finished), 'slot_utilisation': self.slot_utilisation}
@@ -90,16 +95,27 @@ def count(self:EngineCounters,
     self.num_slot_steps += max_num_seqs
     tokens = [len(out.sampled.get(s.request.request_id, ())) for s in plan.scheduled]
     self.num_sampled_tokens += sum(tokens)
+    self.num_sampling += len(tokens) - tokens.count(0)
     self.num_prefilling += tokens.count(0)
     self.num_idle += max_num_seqs - len(plan.scheduled)
     for s in plan.scheduled:
         num_prompt = min(s.num_tokens, max(0, len(s.request.prompt_ids) - s.start))
         self.num_prompt_tokens += num_prompt
         self.num_decode_tokens += s.num_tokens - num_prompt
+        if s.draft: self._guessed(len(s.draft), len(out.sampled.get(s.request.request_id, ())) - 1)
     self.num_padding_tokens += plan.num_padding
     self.num_preemptions += len(plan.preempted)
     self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
     self.num_running, self.num_waiting = len(plan.scheduled), plan.num_waiting
+
+@patch
+def _guessed(self:EngineCounters, n:int, held:int):
+    "Add a request's guesses of one step"
+    self.num_guesses += 1
+    self.num_guessed_tokens += n
+    self.num_accepted_tokens += max(0, held)
+    self.accepted_at += [0] * (n - len(self.accepted_at))
+    for i in range(held): self.accepted_at[i] += 1
 
 @patch
 def finish(self:EngineCounters, request:Request):

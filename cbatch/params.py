@@ -297,6 +297,9 @@ class EngineConfig:
     watermark:float = 0.01            # share of the pool that stays free when a request joins others
     reserve_max:bool = False          # take blocks for the longest answer when joining: nothing is ever preempted
     prefix_caching:bool = True        # share the blocks of equal beginnings
+    guesses:Any = 'off'               # who guesses tokens that may follow: off, lookup, or a `Guesser`
+    max_guesses:int = 8               # tokens guessed for a request in a step, at most
+    guess_when:str = 'pays'           # pays: as far as it saves time, by what was measured so far; always
     force_preempt:Any = None          # for teaching and tests: every k steps, or {request_id: step}
     load_format:str = 'auto'          # dummy: random weights, only the configuration is read
     trace:bool|int = True             # keep step records: True for the last 10,000, a number for that many
@@ -310,7 +313,7 @@ class EngineConfig:
 def _sizes(c:EngineConfig)->dict[str, Any]:
     "The numbers of a configuration; `ParamError` for one that can't stand so"
     whole = {k: check_whole(k, getattr(c, k), 1, 'an integer from 1 up')
-             for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size')}
+             for k in ('max_num_seqs', 'max_num_batched_tokens', 'block_size', 'max_guesses')}
     whole |= {k: check_whole(k, x, 1, 'an integer from 1 up, or None')
               for k in ('max_model_len', 'num_blocks') if (x := getattr(c, k)) is not None}
     size = {k: check_number(k, x, 0, 1e9, 'a size in MB, or None')
@@ -327,13 +330,14 @@ def _sizes(c:EngineConfig)->dict[str, Any]:
 
 
 # %% ../nbs/00_params.ipynb #944892fc
-_CHOICES = dict(preemption=('recompute', 'swap'), load_format=('auto', 'dummy'), products=('auto', 'panels', 'onednn'))
+_CHOICES = dict(preemption=('recompute', 'swap'), load_format=('auto', 'dummy'), products=('auto', 'panels', 'onednn'),
+                guess_when=('pays', 'always'))
 
 _DTYPES = 'auto', 'float32', 'bfloat16', 'float16'
 
 def _choices(c:EngineConfig)->dict[str, Any]:
     "The choices of a configuration; `ParamError` for one that there is not"
-    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, 'device', 'policy', 'backend', 'victim', 'force_preempt')}
+    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, 'device', 'policy', 'backend', 'victim', 'force_preempt', 'guesses')}
     for k, names in _CHOICES.items():
         if said[k] not in names: raise ParamError(k, f"{k}={said[k]!r}: must be {' or '.join(names)}")
     dtype = str(c.dtype).removeprefix('torch.') if type(c.dtype).__name__ == 'dtype' else plain(c.dtype)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from fastcore.basics import patch
 from hashlib import blake2b
+from itertools import islice, takewhile
 from .core import Plan, Reason, Request, Status, Why
 from .kv_blocks import BlockAllocator, BlockManager, Found
 from .params import OutOfBlocks
@@ -162,6 +163,11 @@ def withdraw(self:PrefixBlocks, request:Request):
     "What `request` was computing, it computes no more: nobody shall wait for it"
     for name in request.block_hashes[request.num_committed_blocks:]:
         if self.pending.get(name) is request: del self.pending[name]
+
+@patch
+def num_idle(self:PrefixBlocks, most:int)->int:
+    "How many of the next `most` free blocks hold nothing that somebody could find: those without a name"
+    return sum(1 for _ in takewhile(lambda b: b not in self.pool.name_of, islice(self.pool.free_ids, most)))
 
 @patch
 def release(self:PrefixBlocks, request:Request):

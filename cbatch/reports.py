@@ -37,10 +37,13 @@ class Answer:
         at, scores = out.prompt_logprobs.get(name, (0, []))
         self.prompt_logprobs += map(Fixed, scores[len(self.prompt_logprobs) - at:])  # some come again after preemption
 
-    def cut(self, n:int):
+    def cut(self, n:int)->int: # how many those were
         "Forget all tokens after the first `n`: they came in one step with the token that ended the text"
+        lost = len(self.request.output_ids) - n
+        self.request.num_accepted -= lost
         del self.request.output_ids[n:], self.request.token_times[n:], self.logprobs[n:]
         self.score = sum((next(iter(x.values())).logprob for x in self.logprobs), 0.)
+        return lost
 
 # %% ../nbs/33_reports.ipynb #7f122c0c
 class Draft:
@@ -85,7 +88,8 @@ def _timing(self:Draft)->RequestMetrics:
     ended = [r.finished_at for r in rs if r.finished_at is not None]
     times = each[0] if len(rs) == 1 else sorted(t for ts in each for t in ts) if self.finished else []
     end = max(ended, default=None) if self.finished else None
-    num = [sum(getattr(r, k) for r in rs) for k in ('num_preemptions', 'num_recomputed_tokens', 'num_cached_tokens')]
+    each_has = 'num_preemptions', 'num_recomputed_tokens', 'num_cached_tokens', 'num_guessed', 'num_accepted'
+    num = [sum(getattr(r, k) for r in rs) for k in each_has]
     return RequestMetrics(rs[0].arrival, min(begun, default=None), times, end, *num)
 
 # %% ../nbs/33_reports.ipynb #1e5ae9b5

@@ -189,9 +189,22 @@ def note(self:Roster, plan:Plan, r:Request|None, kind:Kind, why:str=Why.NOTHING,
     if self.explain: plan.decisions.append(Decision(r.request_id if r else None, kind, why, n, of))
 
 @patch
-def grow(self:Roster, r:Request, num_tokens:int, plan:Plan):
+def grow(self:Roster, r:Request, num_tokens:int, plan:Plan)->list[int]: # ids of its new blocks
     "Give `r` blocks for `num_tokens`, and say so in the plan"
     if new := self.blocks.grow(r, num_tokens): plan.blocks[r.request_id] = plan.blocks.get(r.request_id, []) + new
+    return new
+
+@patch
+def lend(self:Roster, r:Request, num_tokens:int, plan:Plan):
+    "Give `r` blocks for guesses up to `num_tokens`; `settle` takes back what they do not fill"
+    have, size = len(r.block_table), self.blocks.block_size
+    if new := self.grow(r, num_tokens, plan): plan.lent[r] = [(have + i) * size for i in range(len(new))]
+
+@patch
+def settle(self:Roster, plan:Plan):
+    "Take back the blocks of guesses that did not hold"
+    for r, starts in plan.lent.items():
+        if r.status is Status.RUNNING: self.blocks.shrink(r, max(starts[0], r.num_computed_tokens))
 
 # %% ../nbs/17_roster.ipynb #54db4018
 @patch
@@ -221,6 +234,7 @@ def undo(self:Roster,
     moved:bool,  # had its swaps and copies been done?
 )->Plan:         # the plan without those whom it let in with memory that was never filled
     "A step did not happen: nothing was computed"
+    self.settle(plan)
     if moved: return plan
     for r in plan.preempted:
         if r.status is Status.PREEMPTED and r.host_table: self.preemptor.forget(r)

@@ -55,8 +55,9 @@ def step_bytes(
     c = model.config
     inner = getattr(c, 'intermediate_size', None) or 4 * c.hidden_size
     wide = max(c.hidden_size, inner, model.layers[0].num_heads * model.head_dim)
-    rows = 2 * config.max_num_seqs + SCORED          # each prompt that is scored has one at least
-    logits = (config.max_num_seqs * 48 + rows * model.dtype.itemsize) * model.vocab_size
+    choose = config.max_num_seqs * (1 if config.guesses == 'off' else 1 + config.max_guesses)
+    rows = choose + config.max_num_seqs + SCORED     # each prompt that is scored has one at least
+    logits = (choose * 48 + rows * model.dtype.itemsize) * model.vocab_size
     return int(config.max_num_batched_tokens * 8 * wide * model.dtype.itemsize + logits + 5e8)
 
 def pool_blocks(
@@ -288,7 +289,8 @@ def _choose(self:Sampler, want:list[Wanted], got:Sampled, out:StepOutput):
             continue
         out.sampled.setdefault(name, []).append(token)
         if i in got.logprobs: out.logprobs.setdefault(name, []).append(got.logprobs[i])
-        if i + 1 < len(want) and want[i+1].request is w.request and want[i+1].draft[-1] != token: over.add(name)
+        if i + 1 == len(want) or want[i+1].request is not w.request: continue
+        if want[i+1].draft[-1] != token or token in w.request.stop_ids: over.add(name)
 
 # %% ../nbs/16_runner.ipynb #f49a4bad
 @patch

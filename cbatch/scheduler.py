@@ -43,6 +43,7 @@ class Policy:
     def reserve(self, s:'Scheduler', r:Request)->int: return 0              # tokens whose blocks it takes when it joins
     def spare(self, s:'Scheduler', r:Request, plan:Plan)->int:                 # blocks that stay free when it joins
         return s.watermark if s.running else 0
+    def guess(self, s:'Scheduler', r:Request, most:int)->int: return most      # tokens guessed for it, at most
     def padding(self, s:'Scheduler', plan:Plan)->list[Padding]: return []      # rows computed for nobody
     def wakeup(self, s:'Scheduler', now:float)->float|None: return None        # s, when time alone changes an answer
     def refuses(self, s:'Scheduler', r:Asked)->str|None: return None       # why it can never be served
@@ -64,6 +65,7 @@ class Scheduler(Roster):
         self.plan:Plan|None = None
         self.num_idle, self.num_refused, self.num_asked, self.promised = 0, 0, 0, 0
         self.trouble:BaseException|None = None         # from `on_update`: raised before the next step is planned
+        self.guesses:Any = None                        # who adds guesses to a plan, and learns what became of them
         # its answer to `close`; False: not asked yet
         self.closed:Reason|None|Literal[False] = False
         self.next_wakeup:float|None = None         # s, when time alone changes an answer
@@ -158,6 +160,7 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     "The plan, when everybody has had a turn"
     if self.num_refused and len(self.waiting) > self.num_refused:
         self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
+    if self.guesses: self.guesses.add(self, plan)
     if rows := self.policy.padding(self, plan): plan.padding = self._padding(rows, plan.left)
     plan.num_waiting, wakeup = len(self.waiting), self.policy.wakeup(self, plan.now)
     if wakeup is not None:
@@ -337,7 +340,10 @@ def update(self:Scheduler,
             self.finish(r, reason, now)
             done.append(r)
             break
-    try: self.policy.on_update(self, plan, out)
+    if plan.lent: self.settle(plan)
+    try:
+        if self.guesses: self.guesses.learn(plan, out, now)
+        self.policy.on_update(self, plan, out)
     except BaseException as e: self.trouble = e    # first everybody shall hear of the step
     return done
 

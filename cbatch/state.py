@@ -71,6 +71,8 @@ def begin(self:State, rec:StepRecord):
 def end(self:State, rec:StepRecord):
     "From inside the step to after it: tokens computed, requests finished"
     for r, num_tokens, num_before, _ in rec.scheduled: self.computed[r] = num_before + num_tokens
+    for r, (_, _, back) in rec.guessed.items():
+        if back: del self.blocks[r][-back:]
     self.finish(self.ending)
     self.ending = []
 

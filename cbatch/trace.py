@@ -96,9 +96,16 @@ def record(
     "A step in plain data, from what was planned and what came of it alone"
     rec = StepRecord(plan.step, start, end, decisions=list(plan.decisions), found=dict(plan.found))
     rec.num_waiting = plan.num_waiting
-    for r, at, stop, _, _ in plan.scheduled:
+    for r, at, stop, draft, _ in plan.scheduled:
         n = len(out.sampled.get(r.request_id, ()))
         rec.scheduled.append((r.request_id, stop - at + max(0, n - 1), at, n))     # guesses that failed left nothing
+        if draft: rec.guessed[r.request_id] = len(draft), max(0, n - 1), 0
+    if plan.lent:
+        ends = {name: before + tokens for name, tokens, before, _ in rec.scheduled}
+        for r, starts in plan.lent.items():
+            guessed, kept, _ = rec.guessed.get(r.request_id, (0, 0, 0))
+            back = sum(i >= ends.get(r.request_id, 0) for i in starts)
+            rec.guessed[r.request_id] = guessed, kept, back
     rec.padding = [(p.num_tokens, p.context_len) for p in plan.padding]
     rec.blocks = {r: list(ids) for r, ids in plan.blocks.items()}
     who = plan.admitted, plan.preempted, plan.paused

@@ -19,6 +19,7 @@ kv_blocks paged_attention
 kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.lean_step kernels.lean
 kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies schemes queues catalog
+guesses draft_model
 state trace_format trace metrics views player reports door interrupts engine llm workloads traffic
 handover worker async_engine wire protocol answers openapi prometheus gate front server
 driving cost simulator proof results ceiling peers contest bench people screen demo
