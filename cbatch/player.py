@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from .core import StepRecord
 from .metrics import compare
 from .trace import Trace, words_of
-from .views import COLORS, bars, checks, named, request_colors, slot_timeline, span
+from .views import COLORS, bars, guess_bars, named, request_colors, slot_timeline, span
 
 # %% ../nbs/32_player.ipynb #6de650d4
 def _ticks(lo:float, hi:float, least:float=0)->list[float]:
@@ -45,7 +45,7 @@ def timeline_svg(
         w, y, tall = max(x(b) - x(a) - .7, 2.5), slot * h + 1 + (1 - high) * (h - 2), (high - low) * (h - 2)
         return f'<rect class="{cls}" x="{x(a)}" y="{y:g}" width="{w:.1f}" height="{tall:g}">{tip}</rect>'
     def text(cls, x, y, words): return f'<text class="{cls}" x="{x}" y="{y + 3.5}">{escape(words)}</text>'
-    every, tried = bars(trace, by), checks(trace, by)
+    every, tried = bars(trace, by), guess_bars(trace, by)
     unit = .6 / max((c.guessed for c in tried), default=1)
     out = [rect(cls, i, lo, hi) for cls in ('idle', 'hatch') for i in range(num)]
     for b in every:
@@ -116,7 +116,7 @@ CONTROLS = """
 # %% ../nbs/32_player.ipynb #87f74d81
 def _said(rec:StepRecord)->list[tuple[str|None, str]]:
     "What a step decided about whom, in words; None: about nobody in particular"
-    about = words_of(rec)
+    about = [(d.request_id, words_of(d, rec)) for d in rec.decisions]
     if rec.padding: about.append((None, f'padding: {sum(n for n, _ in rec.padding)} tokens computed for nobody'))
     return about
 
@@ -245,7 +245,7 @@ def _key(*traces:Trace)->str:
     "The colours that some traces need"
     kinds = {'idle', *(b.kind for t in traces for b in bars(t))}
     names = {k: k for k in COLORS if k in kinds}
-    if any(checks(t) for t in traces): names |= dict(guessed='guess kept', rejected='guess rejected')
+    if any(guess_bars(t) for t in traces): names |= dict(guessed='guess kept', rejected='guess rejected')
     keys = [f'<span class="key"><i class="{k}"></i>{name}</span>' for k,name in names.items()]
     return f'<span>{"".join(keys)}</span>'
 

@@ -47,7 +47,7 @@ class Distribution(NamedTuple):
 _D, _ENDED = Distribution, 'requests that ended by stop or length'
 TIMES = dict(
     time_to_first_token_seconds=_D('From arrival, before tokenisation, to the first token; when it comes', TTFT),
-    inter_token_latency_seconds=_D('Between neighbouring tokens of an answer; when the second comes', ITL),
+    inter_token_latency_seconds=_D('Between steps that brought an answer tokens; when the second ends', ITL),
     request_time_per_output_token_seconds=_D(f'(End - first token) / (tokens - 1); {_ENDED} and have one answer', ITL),
     e2e_request_latency_seconds=_D(f'From arrival to the end; {_ENDED}, as all below', LATENCY),
     request_queue_time_seconds=_D('From arrival to the first step that gave it tokens', LATENCY),
@@ -85,7 +85,7 @@ OWN = dict(      # of the scheduler: no other engine has them under a name we co
     recomputed_tokens=Count('Tokens computed once more after a preemption, of ended answers', 'num_recomputed_tokens'),
     cached_tokens=Count('Prompt tokens not computed because the cache had them, of ended answers', 'num_cached_tokens'),
     swapped_blocks=Count('Blocks copied to the host or back', 'num_swapped_blocks'))
-SLOTS = dict(sampled='num_sampled_tokens', prefilling='num_prefilling', idle='num_idle')   # what a slot did in a step
+SLOTS = dict(sampled='num_sampling', prefilling='num_prefilling', idle='num_idle')   # what a slot did in a step
 
 # %% ../nbs/47_prometheus.ipynb #9b6a00bd
 _REASON:dict[str, str] = {   # why the head of the queue waits: label
@@ -218,7 +218,7 @@ def finished(self:Exporter, output:RequestOutput, request:Asked):
     if m is None: return             # no engine has made this report
     if self.record is None:          # no trace: `stepped` has seen no token
         since = Since(m.arrival, False)
-        for t in m.token_times:
+        for t in dict.fromkeys(m.token_times):
             self._token(since, t)
             since = Since(t, True)
     if failure_code(output) == 'nan_logits': self.corrupted.inc()

@@ -88,6 +88,7 @@ def _forget(self:Trace, request_id:str)->bool: # False: it came before the last 
     if i is not None: del self.came[i]
     return i is not None
 
+# %% ../nbs/29_trace.ipynb #b39e32a1
 def record(
     plan:Plan,
     out:StepOutput,
@@ -203,12 +204,13 @@ def replay(self:Trace)->Iterator[tuple[StepRecord, State]]:
         state.end(rec)
 
 # %% ../nbs/29_trace.ipynb #fac2cc4e
-def words_of(rec:StepRecord)->list[tuple[str|None, str]]: # None: about nobody in particular
-    "What a step decided about whom, in words, and what became of guesses"
-    def more(d):
-        guessed, kept, _ = rec.guessed.get(d.request_id, (0, 0, 0))
-        return f', {guessed} guessed, {kept} kept' if guessed and d.kind is Kind.RUNS else ''
-    return [(d.request_id, f'{d}{more(d)}') for d in rec.decisions]
+def words_of(
+    d:Decision,
+    rec:StepRecord, # of the step in which it was made
+)->str:
+    "A decision in words, and what became of guesses"
+    guessed, kept, _ = rec.guessed.get(d.request_id or '', (0, 0, 0))
+    return f'{d}, {guessed} guessed, {kept} kept' if guessed and d.kind is Kind.RUNS else str(d)
 
 def _some(ids:dict[str, None])->str:
     "The first and the last of some ids, for the end of a message"
@@ -223,7 +225,7 @@ def why(self:Trace,
     alive = inside = False
     for rec in self.records:
         came = [t for r,_,t in rec.arrived if r == request_id]
-        said = [words for r,words in words_of(rec) if r == request_id]
+        said = [words_of(d, rec) for d in rec.decisions if d.request_id == request_id]
         if came: runs.append([rec.step, rec.step, f"arrived at {came[-1]:.3f} s"])
         alive = alive or bool(came or said)
         inside = (inside or request_id in rec.admitted) and request_id not in (*rec.preempted, *rec.paused)
@@ -292,7 +294,7 @@ def to_chrome(self:Trace,
               for i in range(self.facts['max_num_seqs'])]
     for rec, state in self.replay():
         at, dur = dict(pid=0, ts=rec.start * 1e6), (rec.end - rec.start) * 1e6   # us
-        said = dict(words_of(rec))
+        said = {d.request_id: words_of(d, rec) for d in rec.decisions}
         for r, num_tokens, num_before, sampled in rec.scheduled:
             args = dict(step=rec.step, tokens=num_tokens, computed=num_before, sampled=sampled, why=said.get(r, ''))
             if r in rec.guessed: args['guessed'], args['kept'], _ = rec.guessed[r]
