@@ -197,7 +197,9 @@ def stepped(self:Exporter, record:StepRecord|None, metrics:dict[str, Any]):
     "After each step: what it held, and who got a token"
     self.record = record
     if record is None: return
-    if record.scheduled: self.hist['iteration_tokens_total'].observe(sum(n for _, n, _, _ in record.scheduled))
+    failed = sum(guessed - kept for guessed, kept, _ in record.guessed.values())
+    num_tokens = sum(n for _, n, _, _ in record.scheduled) + failed
+    if record.scheduled: self.hist['iteration_tokens_total'].observe(num_tokens)
     for r, _, arrival in record.arrived: self.since[r] = Since(arrival, False)
     for r, _, _, sampled in record.scheduled:
         if not sampled or r not in self.since: continue
