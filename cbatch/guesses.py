@@ -198,7 +198,7 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
 def _worth(self:Guesses, plan:Plan, rs:list[Request], guesses:list[Guess])->list[int]:
     "How many tokens of each guess make tokens per second most: the likeliest first, as long as each adds more than it costs"
     odds = [self.odds.each(r, g) for r, g in zip(rs, guesses)]
-    every = sorted(((p, i) for i, ps in enumerate(odds) for p in ps), key=lambda x: -x[0])[:plan.left]
+    every = sorted(((p, i) for i, ps in enumerate(odds) for p in ps), key=lambda x: -x[0])[:plan.left - plan.num_padding]
     taken, (base, row, more) = [0] * len(rs), self.cost.each
     tokens, seconds = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens
     for p, i in every:
@@ -229,14 +229,14 @@ def add(self:Guesses, s:Scheduler, plan:Plan):
     if self.guesser.costly: most = self._worth(plan, rs, [Guess([0] * n) for n in most])
     if not any(most):
         self.num_dry += 1
-        if self.num_dry % 50 or plan.left < len(rs): return
+        if self.num_dry % 50 or plan.left - plan.num_padding < len(rs): return
         most = [1] * len(rs)                                  # does it still not pay?
     guesses = self._ask(rs, most)
     self.asked = dict(zip(rs, guesses))
     counts = [min(len(g.tokens), n) for g, n in zip(guesses, most)] if self.guesser.costly else self._worth(plan, rs, guesses)
     for (i, _), r, g, n in zip(some, rs, guesses, counts):
         x = plan.scheduled[i]
-        n = self._room(s, r, x.stop, min(n, plan.left), g)
+        n = self._room(s, r, x.stop, min(n, plan.left - plan.num_padding), g)
         if n < 1: continue
         s.lend(r, x.stop + n, plan)
         plan.scheduled[i] = x._replace(draft=tuple(g.tokens[:n]), rows=1 + n)

@@ -255,7 +255,8 @@ def undo(self:Roster,
     found = {i: x for i, x in plan.found.items() if i not in names}
     admitted = [r for r in plan.admitted if r not in void]
     scheduled = [s for s in plan.scheduled if s.request not in void]
-    return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found)
+    lent = {r: x for r, x in plan.lent.items() if r not in void}
+    return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found, lent=lent)
 
 # %% ../nbs/17_roster.ipynb #fbef5f05
 @patch
