@@ -135,9 +135,8 @@ def usage(self:Head, outs:list[RequestOutput])->dict[str, Any]:
     known = [o.metrics for o in outs if o.metrics]
     if self.ask.cache_salt: d['prompt_tokens_details'] = dict(cached_tokens=sum(m.num_cached_tokens for m in known))
     guessed, held = (sum(getattr(m, f'num_{k}_tokens') for m in known) for k in ('guessed', 'accepted'))
-    if guessed or self.ask.prediction is not None:
-        d['completion_tokens_details'] = dict(accepted_prediction_tokens=held, rejected_prediction_tokens=guessed - held)
-    return d
+    details = dict(accepted_prediction_tokens=held, rejected_prediction_tokens=guessed - held)
+    return d | dict(completion_tokens_details=details) if guessed or self.ask.prediction is not None else d
 
 @patch
 def places_in(self:Head, prompt:str, ids:list[int])->list[int]:

@@ -260,15 +260,17 @@ async def add_many(self:AsyncLLM,
     now, num = llm.clock(), sum(getattr(params, 'n', 1) for _, params in asks)
     deadline = None if timeout_s is None else now + timeout_s
     kw:dict[str, Any] = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
-    def prepare()->list[Asked]:
-        said = llm.door.predicted(prediction)               # once for all
-        return [llm.prepare(prompt, params, prediction=said, **kw) for prompt, params in asks]
-    requests = await self._charged(num, prepare)
+    requests = await self._charged(num, _prepared, llm, asks, kw, prediction)
     _check_scores(requests)
     if check: check(requests)
     self.ensure_ready()
     self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests), user)
     return self._send(requests, request_ids or [None] * len(requests), quiet)
+
+# %% ../nbs/42_async_engine.ipynb #4a0e6e33
+def _prepared(llm:LLM, asks:list[Any], kw:dict[str, Any], prediction:Any)->list[Asked]:
+    said = llm.door.predicted(prediction)       # once for all
+    return [llm.prepare(prompt, params, prediction=said, **kw) for prompt, params in asks]
 
 def _check_scores(requests:list[Asked]):
     "Refuse a list that asks for more log probabilities than memory should hold"
@@ -290,7 +292,7 @@ async def add(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
     params:SamplingParams|None=None,
     *, request_id:str|None=None, # what to call it, unlike those of all live requests; None: as the engine likes
-    **kw,                        # priority, user, timeout_s, cache_salt, quiet, prediction: as in `add_many`; or wishes by name
+    **kw,                        # as in `add_many`: priority, user, timeout_s, cache_salt, quiet, prediction; or wishes
 )->Stream:
     "Queue a request. `ValueError` if it can't be served, `Overloaded`, `Unavailable`"
     params = wished(params, {k: kw.pop(k) for k in [*kw] if k not in _WAYS})

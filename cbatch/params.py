@@ -235,7 +235,8 @@ def _bias(given:Any)->dict[int, float]:
 
 # %% ../nbs/00_params.ipynb #1caccada
 BESIDE = dict(use_tqdm='LLM.generate and chat', tools='LLM.chat') | dict.fromkeys(
-    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache', 'prediction'), 'LLM.add, a prompt at a time')
+    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache', 'prediction'),
+    'LLM.add, a prompt at a time')
 
 def wished(
     params:Any,             # `SamplingParams`, a list of them, or None

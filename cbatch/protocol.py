@@ -69,7 +69,7 @@ API_FIELDS += [
     Field('add_special_tokens', 'H', 'boolean', default=False, doc='the same, before what the template writes'),
     Field('add_special_tokens', 'T', 'boolean', doc='the same; if absent, true for text and false for messages'),
     Field('include_stop_str_in_output', 'CH', 'boolean', default=False, doc='keep the stop string that ended it'),
-    Field('prediction', 'H', 'predicted', doc='what the answer may be, to have it sooner; type content, as OpenAI has it'),
+    Field('prediction', 'H', 'predicted', doc='what the answer may be, to have it sooner'),
     Field('prediction', 'C', 'expected', doc='the same; or text, or token ids'),
     Field('stream', 'CH', 'boolean', default=False, doc='answer as server-sent events'),
     Field('stream_options', 'CH', 'options', doc='include_usage: one last chunk counts the tokens'),
