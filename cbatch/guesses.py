@@ -27,6 +27,7 @@ class Guesser:
     name = 'guesser'
     costly = False     # does guessing take so long that it must be worth it?
     def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
+    def begin(self, model:Any): pass           # an engine is made that will ask it, for answers of this `CausalLM`
     def guess(self, r:Request, most:int)->Guess: raise NotImplementedError         # at most so many tokens
     def propose(self, rs:list[Request], most:list[int])->list[Guess]:              # one for each
         return [self.guess(r, n) for r, n in zip(rs, most)]
@@ -262,11 +263,13 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
 # %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(
     config:EngineConfig,
-    vocab_size:int=1<<31, # of the model
+    model:Any=None,       # a `CausalLM`, whose tokens are guessed; None: not there yet
 )->Guesses|None:
-    "What `EngineConfig.guesses` stands for; None: nobody guesses"
+    "What `EngineConfig.guesses` stands for, looked at; None: nobody guesses, or not yet"
     g = config.guesses
     if g == 'off': return None
     if g == 'lookup': g = Lookup()
     if not isinstance(g, Guesser): raise ParamError('guesses', f"guesses={g!r:.80}: must be off, lookup, or a Guesser")
-    return Guesses(g, config.max_guesses, config.guess_when, vocab_size)
+    if model is None: return None
+    g.begin(model)
+    return Guesses(g, config.max_guesses, config.guess_when, model.vocab_size)
