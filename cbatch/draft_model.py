@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['DraftModel']
 
-# %% ../nbs/26_draft_model.ipynb #81d7e376
+# %% ../nbs/26_draft_model.ipynb #2651c4c7
 import logging, torch
 from dataclasses import replace
 from fastcore.basics import patch
 from itertools import chain
 from threading import Lock
+from time import perf_counter
 from typing import Any
 from transformers import PreTrainedModel
 from .core import Plan, Request, Scheduled
@@ -21,7 +22,7 @@ from .model import CausalLM
 from .params import EngineConfig, ParamError
 from .runner import Executor, ModelRunner, Sampler, pool_blocks
 
-# %% ../nbs/26_draft_model.ipynb #19647658
+# %% ../nbs/26_draft_model.ipynb #5a3e554d
 _log = logging.getLogger('cbatch')
 
 class DraftModel(Guesser):
@@ -48,16 +49,17 @@ class DraftModel(Guesser):
         self.runner = ModelRunner(executor, Sampler(self.model.eos_ids))
         self.mirrors = dict[Request, Request]()       # of each request; whose turn is longest ago comes first
         self.least = self.most = self.model.vocab_size     # of the widths that we guess for, and our own
-        self.lock = Lock()                            # two engines in two threads may ask
+        self.lock, self.clock = Lock(), perf_counter  # two engines in two threads may ask
+        self.spent, self.num_made = 0., 0.            # s, for so many guesses; both fade
 
     def check(self):
         "Assert that its memory is all there"
         self.blocks.check(list(self.mirrors.values()))
 
-# %% ../nbs/26_draft_model.ipynb #4494ae2c
+# %% ../nbs/26_draft_model.ipynb #056edd8b
 def _misfit(a:CausalLM, b:CausalLM)->str|None:
     "Why two models do not speak of the same tokens"
-    x, y = (m.tokenizer.get_vocab() if hasattr(m.tokenizer, 'get_vocab') else None for m in (a, b))
+    x, y = (getattr(m.tokenizer, 'get_vocab', dict)() for m in (a, b))      # nothing for who has none
     if x and y:
         n, both = min(len(x), len(y)), len(x.items() & y.items())
         return f"of {n} tokens that both could have, {both} are the same" if both < .9 * n else None
@@ -134,23 +136,27 @@ def _catch_up(self:DraftModel, wish:dict[Request, int])->list[Scheduled]: # `wis
         shares.append(Scheduled(m, start, stop, (), int(stop == total)))
     return shares
 
-# %% ../nbs/26_draft_model.ipynb #3a59353e
+# %% ../nbs/26_draft_model.ipynb #bd3f9d6b
 @patch
 def _run(self:DraftModel, shares:list[Scheduled]):
     "One pass of our model; each mirror whose tokens are all computed gets a guess"
-    out = self.runner.execute(Plan(0, 0., scheduled=shares))
+    plan, ready, began = Plan(0, 0., scheduled=shares), sum(s.rows for s in shares), self.clock()
+    out = self.runner.execute(plan)
+    if plan.num_tokens <= 2 * ready:       # else it was for reading, which says little of what a guess takes
+        self.spent, self.num_made = .98 * self.spent + self.clock() - began, .98 * self.num_made + ready
     for s in shares:
         m = s.request
         m.num_computed_tokens = s.stop
         for token in out.sampled.get(m.request_id, ()):
             if token >= self.least: continue          # the other model has no such token
-            m.num_guessed += 1                        # before it is there: if we are stopped between, nothing passes for true
+            m.num_guessed += 1           # before it is there: if we are stopped between, it does not pass for true
             m.output_ids.append(token)
 
 @patch
 def propose(self:DraftModel, rs:list[Request], most:list[int])->list[Guess]:
     "What may follow, for all of them at once; nothing for who is not read through yet, or finds no room"
     with self.lock:
+        began = self.clock()
         ms = [self._follow(r) if n > 0 and self._knows(r) else None for r, n in zip(rs, most)]
         wish = {m: n for m, n in zip(ms, most) if m}
         going = lambda m: 0 < m.num_guessed < wish[m] and m.num_left == 1 and m.output_ids[-1] not in m.stop_ids
@@ -160,5 +166,6 @@ def propose(self:DraftModel, rs:list[Request], most:list[int])->list[Guess]:
                 self._run(shares)
                 shares = [Scheduled(s.request, s.request.num_tokens - 1, s.request.num_tokens, (), 1)
                           for s in shares if going(s.request)]
-        except torch.OutOfMemoryError: _log.warning("the draft model ran out of memory: fewer guesses in this step")
+        except torch.OutOfMemoryError: _log.warning("the draft model ran out of memory: fewer guesses")
+        self.took, self.each = self.clock() - began, self.spent / max(1, self.num_made)
     return [Guess(m.output_ids[len(m.output_ids) - m.num_guessed:] if m else []) for m in ms]

@@ -25,7 +25,8 @@ class Guess(NamedTuple):
 class Guesser:
     "Says what may follow; a subclass answers for one request, or for all at once"
     name = 'guesser'
-    costly = False     # does guessing take so long that it must be worth it?
+    costly = False     # does guessing take so long that it must be worth it? Then these two are told:
+    took, each = 0., 0.   # s, of the last answer; s, of one guess more
     def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
     def begin(self, model:Any): pass           # an engine is made that will ask it, for answers of this `CausalLM`
     def guess(self, r:Request, most:int)->Guess: raise NotImplementedError         # at most so many tokens
@@ -147,9 +148,9 @@ class Odds:
 
     def each(self, r:Request, guess:Guess)->list[float]:
         "For each token of a guess, how likely it is that it holds, and all before it"
-        p, out = 1., []
+        p, out, (held, checked) = 1., [], (1., 2.)
         for j in range(len(guess.tokens)):
-            held, checked = self.table.get(self._at(r, guess.match + j), (1., 2.))
+            held, checked = self.table.get(self._at(r, guess.match + j), (held, checked))    # or like the one before
             p *= held / checked
             out.append(p)
         return out
@@ -201,7 +202,7 @@ def _worth(self:Guesses, plan:Plan, rs:list[Request], guesses:list[Guess])->list
     odds = [self.odds.each(r, g) for r, g in zip(rs, guesses)]
     every = sorted(((p, i) for i, ps in enumerate(odds) for p in ps), key=lambda x: -x[0])[:plan.left]
     taken, (base, row, more) = [0] * len(rs), self.cost.each
-    tokens, seconds = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens
+    tokens, seconds, more = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens, more + self.guesser.each
     for p, i in every:
         if self.when == 'pays' and p * seconds <= more * tokens: break
         tokens, seconds, taken[i] = tokens + p, seconds + more, taken[i] + 1
@@ -256,9 +257,9 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
         for j, (token, true) in enumerate(zip(g.tokens if (g := self.asked.get(r)) else (), got)):
             self.odds.seen(r, g.match + j, token == true)
             if token != true: break
+    seconds = now - plan.now - (self.guesser.took if self.asked else 0.)
     self.asked = {}
-    if plain and plan.scheduled and now > plan.now:
-        self.cost.seen(plan.num_tokens - guessed, guessed, now - plan.now)
+    if plain and plan.scheduled and seconds > 0: self.cost.seen(plan.num_tokens - guessed, guessed, seconds)
 
 # %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(
