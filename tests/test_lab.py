@@ -137,7 +137,7 @@ def test_fairness_looks_only_at_those_who_wait():
     assert gap({k: 'ann' for k in USERS}, (['a', 'b'], ran, ('a', 'b'), [])) == 0
 
 def test_fairness_absence_is_no_claim():
-    first = ['a', 'a2'], [('a', 4, 0, 9)], ('a2',), []                 # ann has 22 when bob comes
+    first = ['a', 'a2'], [('a', 12, 0, 9)], ('a2',), []                 # ann has 22 when bob comes
     assert gap(USERS, first, (['b'], [], ('a2', 'b'), [])) == 0
     more = [], [('a', 1, 12, 1)], ('a2', 'b'), []
     assert gap(USERS, first, (['b'], [], ('a2', 'b'), []), more) == 2
