@@ -68,7 +68,8 @@ def test_head_of_line_knows_how_long_a_request_has_become():
     for rec in (
         StepRecord(0, 0., 1., scheduled=[('a', 4, 0, 1), ('b', 2, 0, 1)], admitted=['a', 'b'],
                    arrived=[('a', 4, 0.), ('b', 2, 0.)], blocks={'a': [1], 'b': [2]}),
-        StepRecord(1, 1., 2., scheduled=[('a', 6, 4, 6), ('b', 1, 2, 1)], guessed={'a': (5, 5, 0)}, blocks={'a': [3, 4]}),
+        StepRecord(1, 1., 2., scheduled=[('a', 6, 4, 6), ('b', 1, 2, 1)], guessed={'a': (5, 5, 0)},
+                   blocks={'a': [3, 4]}),
         StepRecord(2, 2., 4., scheduled=[('b', 1, 3, 1)], preempted=['a'])): t.append(rec)
     assert t.state(2, after=False).num_free_blocks == 3 and head_of_line_s(t, 'a') == 2.
 

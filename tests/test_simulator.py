@@ -131,7 +131,8 @@ def test_guesses_are_rows_before_and_after(lm):
         assert llm.counters.accepted_at == [a + b for a, b in zip(*(r.counters.accepted_at for r in two), strict=True)]
     rows = sum(f.decode_rows + f.prefill_rows for f in before[first:])
     c = [r.counters for r in two]
-    assert rows == sum(x.num_prompt_tokens + x.num_decode_tokens for x in c) and sum(x.num_accepted_tokens for x in c) > 9
+    assert rows == sum(x.num_prompt_tokens + x.num_decode_tokens for x in c)
+    assert sum(x.num_accepted_tokens for x in c) > 9
 
 def test_a_step_that_computes_nothing_costs_nothing():
     assert features(StepRecord(3, 0., 1., preempted=['a'])) == features(Plan(3, 0.)) == Features(0)
