@@ -189,7 +189,9 @@ MEASURE = """<script>setTimeout(() => { const d = document.querySelector('iframe
 SEATS = """<script>setTimeout(() => { const wide = k => [...document.querySelectorAll('.seat .' + k)].map(
   e => Math.round(e.getBoundingClientRect().width / e.parentNode.getBoundingClientRect().width * 1000) / 1000);
   const said = [...document.querySelectorAll('.seat')].map(e => e.lastChild.textContent);
-  document.title = JSON.stringify([wide('guessed'), wide('rejected'), said]); }, 500)</script>"""
+  const all = [...document.querySelectorAll('.seat .bar')].map(b => [...b.children].map(
+    e => e.getBoundingClientRect().width / b.getBoundingClientRect().width).reduce((x, y) => x + y, 0));
+  document.title = JSON.stringify([wide('guessed'), wide('rejected'), said, all.filter(x => x)]); }, 500)</script>"""
 
 @pytest.mark.skipif(not BROWSER, reason='needs a browser')
 def test_in_a_browser_a_step_shows_its_guesses(tmp_path):
@@ -199,10 +201,14 @@ def test_in_a_browser_a_step_shows_its_guesses(tmp_path):
     ran = subprocess.run([BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--virtual-time-budget=4000',
                           '--window-size=1200,800', '--dump-dom', f'file://{tmp_path}/p.html'],
                          capture_output=True, text=True)
-    kept, failed, said = json.loads(unescape(re.search('<title>(.*?)</title>', ran.stdout)[1]))
+    kept, failed, said, all_ = json.loads(unescape(re.search('<title>(.*?)</title>', ran.stdout)[1]))
     made, total = rec.guessed.values(), dict(zip(frames(trace)['ids'], frames(trace)['total']))
     assert sorted(kept) == pytest.approx(sorted(k / total[r] for r, (_, k, _) in rec.guessed.items() if k), abs=.02)
     assert len(failed) == sum(k < n for n, k, _ in made)
+    state, ran = trace.state(rec.step, after=False), {r: n for r, n, _, _ in rec.scheduled}
+    lost = {r: n - k for r, (n, k, _) in rec.guessed.items()}
+    ends = {r: n + ran.get(r, 0) + lost.get(r, 0) for r, n in state.computed.items()}
+    assert sorted(all_) == pytest.approx(sorted(ends[r] / total[r] for r in state.slots if ends[r]), abs=.03)
     for n, k, _ in made: assert any(s.startswith(f'decode, {n} guessed, {k} kept') for s in said)
 
 @pytest.mark.skipif(not BROWSER, reason='needs a browser')
