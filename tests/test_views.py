@@ -86,6 +86,16 @@ def test_guesses_lie_on_the_bars_of_those_who_decode(by):
         under = [b for b in bs if b.slot == g.slot and b.start <= g.start < b.stop]
         assert [(b.kind, b.request_id) for b in under] == [('decode', g.request_id)] and under[0].stop >= g.stop
 
+def test_a_long_trace_has_no_more_guesses_than_a_picture_has_columns():
+    c = Crowd(max_num_seqs=3, num_blocks=900, budget=40, guess=6)
+    for i in range(3): c.add(3, 900)
+    while c.live: c.step()
+    made, total = guess_bars(c.trace, columns=50), [x for rec in c.trace for x in rec.guessed.values()]
+    assert len(c.trace) > 150 and 100 < len(made) <= 150 < len(guess_bars(c.trace))
+    for k in (0, 1): assert sum((b.stop - b.start) * (b.guessed, b.kept)[k] for b in made) == pytest.approx(
+        sum(x[k] for x in total))
+    assert all(b.stop - b.start <= -(-len(c.trace) // 50) and 0 <= b.kept <= b.guessed <= 6 for b in made)
+
 def test_what_shows_guesses_shows_them_only_where_there_are_any():
     plain, guessing = crowd(seed=5), crowd(seed=5, guess=6)
     for trace in (plain, guessing):
