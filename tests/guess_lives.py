@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
-from cbatch.guesses import Guesser
 from cbatch.model import tiny_lm
 from cbatch.params import cdiv
 from cbatch.policies import Dynamic, Fair, Static
@@ -85,13 +84,13 @@ def asked(arch, backend='cpu'):
 
 class Shy(Policy):
     "Lets only some guess, and of them not all that they could"
-    def guess(self, s, r, most): return 0 if r.seq % 3 == 0 else min(most, r.seq % 3)
+    def guess(self, s, r, most=99): return min(most, r.seq % 3)
 
 POLICIES = dict(vllm=lambda: 'vllm', static=Static, bare=lambda: Static(False), dynamic=lambda: Dynamic(.03),
                 fair=Fair, shy=Shy)
 
-class Life:
-    "A few requests through an engine that guesses; `run` looks at it after every step"
+class Drawn:
+    "A few requests, and an engine that guesses"
     def __init__(self, seed, kind=None, backend=None, **config):
         rng = self.rng = random.Random(seed)
         self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(list(KINDS))
@@ -122,7 +121,20 @@ class Life:
             if e: raise e
             return forward(batch)
         llm.clock, llm.runner.executor.forward = clock, trouble
+        start = llm.runner.start
+        def watched(plan, *args): self.planned(plan); return start(plan, *args)
+        llm.runner.start = watched
         return llm
+
+    def planned(self, plan):
+        "What a plan with guesses must keep to"
+        c, s, most = self.llm.config, self.llm.scheduler, self.llm.config.max_guesses
+        assert plan.num_tokens + plan.num_padding <= c.max_num_batched_tokens                         # S3
+        for x in plan.scheduled:
+            r, n = x.request, len(x.draft)
+            assert n <= min(most, s.policy.guess(s, r, most))           # G4
+            assert not n or x.stop - x.start == 1 and len(r.output_ids) + n < r.max_tokens
+            assert len(r.block_table) * c.block_size >= x.stop + n                                    # S2
 
     def answer(self, r): return self.mine[r.group].ref.outputs[r.sample_index].token_ids
 
@@ -143,8 +155,8 @@ def alarm(after_s):
         finally: signal.setitimer(signal.ITIMER_REAL, 0)
     finally: signal.signal(signal.SIGALRM, old)
 
-class Lived(Life):
-    "What happens in a life, and what must hold at each step of it"
+class Life(Drawn):
+    "What happens to them, and what must hold after each step"
     def add(self, name, a):
         "Ask; now and then with a salt, a deadline, what the answer will be or might be"
         rng, llm, said = self.rng, self.llm, list(a.ref.outputs[0].token_ids)
@@ -163,11 +175,10 @@ class Lived(Life):
                                 torch.OutOfMemoryError('no room'))
         try:
             if not .12 < x < .18: return llm.step()
-            with alarm(self.rng.uniform(1e-5, 3e-3)): return llm.step()
-        except (KeyboardInterrupt, Alarm) as e:
-            self.seen[type(e).__name__] += 1
-            return llm.take()
+            with alarm(self.rng.uniform(1e-5, 3e-3)): llm.turn()
+        except (KeyboardInterrupt, Alarm) as e: self.seen[type(e).__name__] += 1
         finally: self.failed, self.due = self.failed or x < .12, None
+        return llm.take()
 
     def told(self, outs):
         for o in outs:
@@ -218,6 +229,8 @@ class Lived(Life):
     def books(self):
         "The trace tells the same, and its steps add up to what everybody has"
         llm, m = self.llm, self.llm.metrics
+        if g := getattr(llm.scheduler.guesses.guesser, 'ended', None):
+            assert set(g) == {r for rs in self.requests.values() for r in rs}, 'somebody is not forgotten'   # G6
         told = [g for rec in llm.trace for g in rec.guessed.values()]
         assert sum(n for n, _, _ in told) == m['num_guessed_tokens']
         assert sum(k for _, k, _ in told) == m['num_accepted_tokens']
