@@ -4,12 +4,13 @@ The model runs in C++, where a row's bits do not depend on its company, or in to
 INVARIANTS.md says what G1, G2 and the others are."""
 import functools, random, signal
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
+from cbatch.kernels import cpu, lean
 from cbatch.model import tiny_lm
 from cbatch.params import cdiv
 from cbatch.policies import Dynamic, Fair, Static
@@ -22,6 +23,16 @@ from harness import follows, quiet
 ARCHS = 'llama', 'qwen3', 'mistral'
 NUM_ASKS = 80
 V = 258
+
+@contextmanager
+def in_cpp():
+    "Model and sampler in C++, which tests leave aside otherwise; None if there is no compiler"
+    def forget():
+        for n in (cpu.ATTENTION, lean.STEP, FAST): n.__dict__.pop('lib', None)
+    with patch.dict('os.environ', CBATCH_NATIVE='1'):
+        forget()
+        try: yield cpu.ready(cpu.ATTENTION)
+        finally: forget()
 
 @functools.cache
 def model(arch):
@@ -96,7 +107,7 @@ class Drawn:
         self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(list(KINDS))
         self.backend, self.seen = backend or rng.choice(['cpu', 'cpu', 'torch']), Counter()
         self.mine, self.text, self.ended, self.requests = {}, {}, {}, {}
-        self.failed, self.cruel = False, rng.random() < .4
+        self.failed, self.wrong, self.cruel = False, None, rng.random() < .4
         todo = rng.sample(asked(self.arch), rng.randint(2, 7))
         self.todo = [(f'q{i}', a) for i, a in enumerate(todo)]
         self.llm = self.engine(max(len(a.prompt) + a.params.max_tokens for _, a in self.todo), config)
@@ -122,7 +133,10 @@ class Drawn:
             return forward(batch)
         llm.clock, llm.runner.executor.forward = clock, trouble
         start = llm.runner.start
-        def watched(plan, *args): self.planned(plan); return start(plan, *args)
+        def watched(plan, *args):
+            try: self.planned(plan)
+            except AssertionError as e: self.wrong = e               # the engine would take it for a failed step
+            return start(plan, *args)
         llm.runner.start = watched
         return llm
 
@@ -191,7 +205,7 @@ class Life(Drawn):
     def run(self):
         "Until everybody has left; what happened, counted"
         rng, llm, idle = self.rng, self.llm, 0
-        with patch('logging.Logger.exception'), patch('logging.Logger.warning'):
+        with patch('logging.Logger.exception'), patch('logging.Logger.warning'), self.sampler():
             while self.todo or llm.has_unfinished:
                 while self.todo and (not llm.has_unfinished or rng.random() < .5): self.add(*self.todo.pop(0))
                 if llm.groups and rng.random() < .02:
@@ -209,9 +223,15 @@ class Life(Drawn):
         for name, o in self.ended.items(): self.check(name, o)
         return self.seen
 
+    def sampler(self):
+        "In C++; in torch for half of those whose model runs in torch"
+        slow = self.backend == 'torch' and self.llm.config.max_num_seqs % 2
+        return patch.dict(FAST.__dict__, lib=None) if slow else nullcontext()
+
     def look(self):
         "Between two steps"
         llm, s, m = self.llm, self.llm.scheduler, self.llm.metrics
+        if self.wrong: raise self.wrong
         llm.check()                                                                                   # A1 A2 A3 S1
         follows(llm)
         reserves = llm.config.reserve_max or isinstance(s.policy, Static)
@@ -229,7 +249,7 @@ class Life(Drawn):
     def books(self):
         "The trace tells the same, and its steps add up to what everybody has"
         llm, m = self.llm, self.llm.metrics
-        if g := getattr(llm.scheduler.guesses.guesser, 'ended', None):
+        if (g := getattr(llm.scheduler.guesses.guesser, 'ended', None)) is not None:
             assert set(g) == {r for rs in self.requests.values() for r in rs}, 'somebody is not forgotten'   # G6
         told = [g for rec in llm.trace for g in rec.guessed.values()]
         assert sum(n for n, _, _ in told) == m['num_guessed_tokens']

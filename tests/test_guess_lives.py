@@ -14,12 +14,18 @@ from cbatch.sampling import SamplerState, distribution
 from cbatch.token_loop import generate_ref
 from ask import poison, sp
 from guess_faults import FAULTS
-from guess_lives import ARCHS, Life, asked, model
+from guess_lives import ARCHS, Life, asked, in_cpp, model
 from guess_twins import twins
 from guessers import KINDS, Oracle, Wrong
 from harness import follows, quiet
 from toy import Crowd, alone
 from world import run_world
+
+@pytest.fixture(scope='module', autouse=True)
+def cpp():
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        yield
 
 QUICK = range(0, 320, 40)
 WHOLE = [*QUICK, *(pytest.param(i, marks=pytest.mark.slow) for i in range(320, 2400, 40))]
