@@ -194,6 +194,7 @@ def grow(self:Roster, r:Request, num_tokens:int, plan:Plan)->list[int]: # ids of
     if new := self.blocks.grow(r, num_tokens): plan.blocks[r.request_id] = plan.blocks.get(r.request_id, []) + new
     return new
 
+# %% ../nbs/17_roster.ipynb #11c4ebbd
 @patch
 def lend(self:Roster, r:Request, num_tokens:int, plan:Plan):
     "Give `r` blocks for guesses up to `num_tokens`; `settle` takes back what they do not fill"
