@@ -131,7 +131,6 @@ def named_block_taken_for_an_unlikely_guess(put):
 
 @fault('worlds')
 def budget_overdrawn(put):
-    put(Guesses, 'add', rewritten(Guesses.add, 'min(n, plan.left - plan.num_padding)', 'n'))
     put(Guesses, '_worth', rewritten(Guesses._worth, '[:plan.left - plan.num_padding]', ''))
 
 @fault('twins')

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
+from cbatch.draft_model import DraftModel
 from cbatch.kernels import cpu, lean
 from cbatch.model import tiny_lm
 from cbatch.params import cdiv
@@ -21,6 +22,7 @@ from guessers import KINDS
 from harness import follows, quiet
 
 ARCHS = 'llama', 'qwen3', 'mistral'
+EVERY = *KINDS, 'draft'
 NUM_ASKS = 80
 V = 258
 
@@ -38,6 +40,11 @@ def in_cpp():
 def model(arch):
     "Tiny, with ends of sequence that it likes to say"
     return tiny_lm(arch, num_hidden_layers=2, eos_token_id=[145, 21, 245])
+
+@functools.cache
+def stranger():
+    "Another small model of the same tokens"
+    return tiny_lm('llama', 1, num_hidden_layers=1)
 
 # --- what is asked for, and what comes without guesses
 
@@ -104,7 +111,7 @@ class Drawn:
     "A few requests, and an engine that guesses"
     def __init__(self, seed, kind=None, backend=None, **config):
         rng = self.rng = random.Random(seed)
-        self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(list(KINDS))
+        self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(EVERY)
         self.backend, self.seen = backend or rng.choice(['cpu', 'cpu', 'torch']), Counter()
         self.mine, self.text, self.ended, self.requests = {}, {}, {}, {}
         self.failed, self.wrong, self.cruel = False, None, rng.random() < .4
@@ -116,7 +123,7 @@ class Drawn:
         "With room for one of them, or for many; its clock moves by hand"
         rng, bs = self.rng, 16 if self.backend == 'cpu' else self.rng.choice([4, 5, 8])
         need, policy = cdiv(longest, bs), rng.choice(['vllm'] * 4 + list(POLICIES))
-        guesser = make(self.kind, self.answer, rng.randrange(99))
+        guesser = make(self.kind, self.arch, self.answer, rng)
         own = dict(block_size=bs, num_blocks=need + rng.choice([0, 1, 2, need, 9 * need]), policy=POLICIES[policy](),
                    preemption=rng.choice(['recompute', 'swap']), prefix_caching=rng.random() < .6,
                    max_num_seqs=rng.choice([1, 2, 3, 4, 8]), max_num_batched_tokens=rng.choice([8, 9, 16, 33, 64, 512]),
@@ -152,7 +159,11 @@ class Drawn:
 
     def answer(self, r): return self.mine[r.group].ref.outputs[r.sample_index].token_ids
 
-def make(kind, answer, seed): return KINDS[kind](answer, V, seed=seed)
+def make(kind, arch, answer, rng):
+    "A guesser; a draft model is the model itself, or another"
+    if kind != 'draft': return KINDS[kind](answer, V, seed=rng.randrange(99))
+    return DraftModel(model(arch) if rng.random() < .6 else stranger(), num_blocks=rng.choice([1, 3, 9, 40]),
+                      max_num_batched_tokens=rng.choice([7, 30, 512]))
 
 # --- a life
 
@@ -251,6 +262,9 @@ class Life(Drawn):
         llm, m = self.llm, self.llm.metrics
         if (g := getattr(llm.scheduler.guesses.guesser, 'ended', None)) is not None:
             assert set(g) == {r for rs in self.requests.values() for r in rs}, 'somebody is not forgotten'   # G6
+        if isinstance(g := llm.scheduler.guesses.guesser, DraftModel):
+            g.check()
+            assert not g.mirrors and g.blocks.num_free_blocks == g.blocks.num_blocks                  # G6
         told = [g for rec in llm.trace for g in rec.guessed.values()]
         assert sum(n for n, _, _ in told) == m['num_guessed_tokens']
         assert sum(k for _, k, _ in told) == m['num_accepted_tokens']
