@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, Callable, get_args
+from typing import Any, Callable, NoReturn, get_args
 from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
 from .capacity import capacity_command
@@ -101,7 +101,7 @@ def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
 # %% ../nbs/69_cli.ipynb #de8384fa
 _AS_VLLM = dict(ngram=('prompt_lookup_min', 'prompt_lookup_max'))   # method: what it takes
 
-def _refuse(what:str): raise ParamError('speculative_config', f"speculative_config {what}")
+def _refuse(what:str)->NoReturn: raise ParamError('speculative_config', f"speculative_config {what}")
 
 def speculative(
     said:str|dict[str, Any], # as JSON, or read already
