@@ -24,8 +24,10 @@ class Guess(NamedTuple):
 class Guesser:
     "Says what may follow; a subclass answers for one request, or for all at once"
     name = 'guesser'
-    costly = False     # does guessing take so long that it must be worth it?
+    costly = False     # does guessing take so long that it must be worth it? Then these two are told:
+    took, each = 0., 0.   # s, of the last answer; s, of one guess more
     def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
+    def begin(self, model:Any): pass           # an engine is made that will ask it, for answers of this `CausalLM`
     def guess(self, r:Request, most:int)->Guess: raise NotImplementedError         # at most so many tokens
     def propose(self, rs:list[Request], most:list[int])->list[Guess]:              # one for each
         return [self.guess(r, n) for r, n in zip(rs, most)]
@@ -151,10 +153,11 @@ class Odds:
 
     def each(self, r:Request, guess:Guess)->list[float]:
         "For each token of a guess, how likely it is that it holds, and all before it"
-        p, out, rates = 1., [], self.of(r)
+        p, rate, out, rates = 1., .5, [], self.of(r)
         for match in range(guess.match, guess.match + len(guess.tokens)):
             held, checked = rates[min(match, self.most)]
-            p *= held / checked
+            if checked > 2: rate = held / checked         # else like the one before
+            p *= rate
             out.append(p)
         return out
 
@@ -204,10 +207,11 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
 def _worth(self:Guesses,
     plan:Plan,
     odds:list[list[float]], # for each request, how likely so many of its guesses hold
+    each:float=0.,          # s, that a guess takes beside its row
 )->list[int]:               # guesses for each
     "Take guesses, the likeliest first, as long as each makes more tokens per second"
     tokens, seconds = sum(x.rows > 0 for x in plan.scheduled) + 0., self.cost.seconds(plan.num_tokens)
-    row, taken = self.cost.row if self.when == 'pays' else 0., [0] * len(odds)
+    row, taken = self.cost.row + each if self.when == 'pays' else 0., [0] * len(odds)
     some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > row * tokens]
     for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left - plan.num_padding]:
         if p * seconds <= row * tokens: break
@@ -229,7 +233,7 @@ def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int
 @patch
 def _worth_asking(self:Guesses, plan:Plan, rs:list[Request], most:list[int])->list[int]:
     "Of whom takes its time, only as much is asked as would pay; now and then one, lest that stay so for ever"
-    most = self._worth(plan, [self.odds.each(r, Guess([0] * n)) for r, n in zip(rs, most)])
+    most = self._worth(plan, [self.odds.each(r, Guess([0] * n)) for r, n in zip(rs, most)], self.guesser.each)
     self.num_dry = 0 if any(most) else self.num_dry + 1
     return [1] * len(rs) if self.num_dry % 50 == 49 else most
 
@@ -265,18 +269,21 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
         for match, (token, true) in enumerate(zip(g.tokens, got), g.match):
             self.odds.seen(r, match, token == true)
             if token != true: break
+    seconds = now - plan.now - (self.guesser.took if self.asked else 0.)
     self.asked = {}
-    if plain and plan.scheduled and now > plan.now: self.cost.seen(plan.num_tokens, now - plan.now)
+    if plain and plan.scheduled and seconds > 0: self.cost.seen(plan.num_tokens, seconds)
 
 
 # %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(
     config:EngineConfig,
-    vocab_size:int=1<<31, # of the model
+    model:Any=None,       # a `CausalLM`, whose tokens are guessed; None: not there yet
 )->Guesses|None:
-    "What `EngineConfig.guesses` stands for; None: nobody guesses"
+    "What `EngineConfig.guesses` stands for, looked at; None: nobody guesses, or not yet"
     g = config.guesses
     if g == 'off': return None
     if g == 'lookup': g = Lookup()
     if not isinstance(g, Guesser): raise ParamError('guesses', f"guesses={g!r:.80}: must be off, lookup, or a Guesser")
-    return Guesses(g, config.max_guesses, config.guess_when, vocab_size)
+    if model is None: return None
+    g.begin(model)
+    return Guesses(g, config.max_guesses, config.guess_when, model.vocab_size)
