@@ -106,6 +106,7 @@ def _repr_html_(self:LLM)->str:
         rows['guesses'] = f"{g}; {now['num_accepted_tokens']:,} of {now['num_guessed_tokens']:,} held"
     return '<table>' + ''.join(f'<tr><td>{k}</td><td>{escape(v)}</td></tr>' for k, v in rows.items()) + '</table>'
 
+# %% ../nbs/37_llm.ipynb #f7a54e95
 @patch
 def encode(self:LLM,
     prompt:Any, # text, token ids, or a list of messages

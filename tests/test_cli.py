@@ -55,7 +55,9 @@ def fresh(*args):
     (('bench', 'serve', '--policy', 'x'), 2, "policy='x'"),
     (('bench', 'throughput', '--max-num-batched-tokens', '0'), 2, 'max_num_batched_tokens=0'),
     (('bench', 'nothing'), 2, "no command 'bench nothing'"), (('help', 'dmeo'), 2, "no command 'dmeo'"),
-    (('serve', 'x', '--guesses', 'lokup'), 2, "guesses='lokup'"), (('serve', 'x', '--max-guesses', '0'), 2, 'max_guesses=0'),
+    (('serve', 'x', '--guesses', 'lokup'), 2, "guesses='lokup'"),
+    (('serve', 'x', '--max-guesses', '0'), 2, 'max_guesses=0'),
+    (('lab', 'rush', '--guesses', 'lookup'), 2, '--guesses lookup needs --run'),
     (('serve', 'x', '--speculative-config', '{"method": "eagle"}'), 2, "method='eagle'"),
     (('demo', '--rate', '0'), 2, 'rate=0'), (('replay', '/no/such/trace.jsonl'), 2, 'No such file')])
 def test_answers_at_once_without_torch(args, code, said):
