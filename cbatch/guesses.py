@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Guess', 'Guesser', 'Lookup', 'RowCost', 'Odds', 'Guesses', 'get_guesses']
 
-# %% ../nbs/25_guesses.ipynb #0ba45400
+# %% ../nbs/25_guesses.ipynb #8bb208d8
 from array import array
 from fastcore.basics import patch
 from operator import itemgetter
@@ -15,7 +15,7 @@ from .core import Plan, Request, Scheduled, StepOutput
 from .params import EngineConfig, ParamError
 from .scheduler import Scheduler
 
-# %% ../nbs/25_guesses.ipynb #1d92a832
+# %% ../nbs/25_guesses.ipynb #33a0f392
 class Guess(NamedTuple):
     "Tokens thought to follow what a request has so far"
     tokens:list[int]
@@ -31,7 +31,7 @@ class Guesser:
         return [self.guess(r, n) for r, n in zip(rs, most)]
     def forget(self, r:Request): pass                                                # it has ended
 
-# %% ../nbs/25_guesses.ipynb #bec6b997
+# %% ../nbs/25_guesses.ipynb #ba86809f
 class _Index:
     "The tokens of a request, and for each the place before it where the same pair of tokens ended"
     __slots__ = 'text', 'before', 'heads', 'num_known', 'along'
@@ -45,7 +45,8 @@ class _Index:
         self.heads, self.before = array('i', [-1]) * size, array('i', [-1])
         for i in range(1, len(self.text)): self._link(i)
 
-    def _slot(self, i:int)->int: return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
+    def _slot(self, i:int)->int:
+        return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
 
     def _link(self, i:int):
         k = self._slot(i)
@@ -61,7 +62,7 @@ class _Index:
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
 
-# %% ../nbs/25_guesses.ipynb #4e6e4a1a
+# %% ../nbs/25_guesses.ipynb #50b36d0a
 @patch
 def longest(self:_Index,
     least:int, most:int,  # tokens that must agree, and that are looked at
@@ -85,7 +86,7 @@ def ahead(self:_Index, at:int, n:int)->list[int]:
     while len(got) < n: got.append(got[-period])
     return got
 
-# %% ../nbs/25_guesses.ipynb #f082be10
+# %% ../nbs/25_guesses.ipynb #fca1dd0d
 class Lookup(Guesser):
     "What followed the last time: in the prompt, in the answer, in what the client predicted"
     name = 'lookup'
@@ -108,7 +109,7 @@ class Lookup(Guesser):
 
     def forget(self, r:Request): self.seen.pop(r, None)
 
-# %% ../nbs/25_guesses.ipynb #d4774141
+# %% ../nbs/25_guesses.ipynb #11c8139e
 class RowCost:
     "What a step takes, in seconds: `base` anyway and `row` for each row; a straight line through the newest steps"
     def __init__(self,
@@ -132,8 +133,7 @@ class RowCost:
         self.row = min(max(row, likely / 5), y / x)
         self.base = (y - self.row * x) / n
 
-
-# %% ../nbs/25_guesses.ipynb #c082a1d9
+# %% ../nbs/25_guesses.ipynb #ad2667a8
 class Odds:
     "How often guesses hold, learned from those that were checked: by temperature and by what spoke for them"
     def __init__(self, most:int=12): self.most, self.table = most, dict[int, list[list[float]]]()
@@ -158,8 +158,7 @@ class Odds:
             out.append(p)
         return out
 
-
-# %% ../nbs/25_guesses.ipynb #b613b33d
+# %% ../nbs/25_guesses.ipynb #df7ff35b
 class Guesses:
     "Adds guesses to a plan, from what nobody else wants, and learns what became of them"
     def __init__(self,
@@ -184,6 +183,7 @@ def _most(self:Guesses, s:Scheduler, x:Scheduled)->int:
         raise s.wrong(f"guess gave {most!r} tokens to {r.request_id}: give a whole number, at most {n}")
     return most
 
+# %% ../nbs/25_guesses.ipynb #6703f0d6
 @patch
 def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
     "What the guesser says, looked at: a token that is none would be computed like any other"
@@ -199,7 +199,7 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #3ee2e3e1
+# %% ../nbs/25_guesses.ipynb #0027765d
 @patch
 def _worth(self:Guesses,
     plan:Plan,
@@ -224,8 +224,7 @@ def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int
     free, idle = b.num_free_blocks - s.promised - s.watermark, b.num_idle(len(starts))
     return next((first for k, first in enumerate(starts) if k >= free or k >= idle and odds[first] <= .5), n)
 
-
-# %% ../nbs/25_guesses.ipynb #b565f0ef
+# %% ../nbs/25_guesses.ipynb #5eec980b
 @patch
 def _worth_asking(self:Guesses, plan:Plan, rs:list[Request], most:list[int])->list[int]:
     "Of whom takes its time, only as much is asked as would pay; now and then one, lest that stay so for ever"
@@ -268,8 +267,7 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
     self.asked = {}
     if plain and plan.scheduled and now > plan.now: self.cost.seen(plan.num_tokens, now - plan.now)
 
-
-# %% ../nbs/25_guesses.ipynb #ae95a174
+# %% ../nbs/25_guesses.ipynb #0e1436d4
 def get_guesses(
     config:EngineConfig,
     vocab_size:int=1<<31, # of the model
