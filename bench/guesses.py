@@ -1,4 +1,4 @@
-"""What guesses are worth: python bench/guesses.py [--task edit|summarise|rag|chat] [--temperature 0,.7,1] [--slots 1,4,32]
+"""What guesses are worth: python bench/guesses.py [--task edit|summarise|rag|chat] [--temperature 0,.7,1] [--slots 1,4]
 
 Writes bench/records/guesses.json. The same requests on the same weights by an engine without guesses and by one that
 looks them up, in turns within one run, one prompt after the other (or one crowd, with more than one slot); both must

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Guess', 'Guesser', 'Lookup', 'RowCost', 'Odds', 'Guesses', 'get_guesses']
 
-# %% ../nbs/25_guesses.ipynb #8bb208d8
+# %% ../nbs/25_guesses.ipynb #895815ec
 from array import array
 from fastcore.basics import patch
 from operator import itemgetter
@@ -15,7 +15,7 @@ from .core import Plan, Request, Scheduled, StepOutput
 from .params import EngineConfig, ParamError
 from .scheduler import Scheduler
 
-# %% ../nbs/25_guesses.ipynb #33a0f392
+# %% ../nbs/25_guesses.ipynb #df8858fd
 class Guess(NamedTuple):
     "Tokens thought to follow what a request has so far"
     tokens:list[int]
@@ -31,7 +31,7 @@ class Guesser:
         return [self.guess(r, n) for r, n in zip(rs, most)]
     def forget(self, r:Request): pass                                                # it has ended
 
-# %% ../nbs/25_guesses.ipynb #ba86809f
+# %% ../nbs/25_guesses.ipynb #16bb45bd
 class _Index:
     "The tokens of a request, and for each the place before it where the same pair of tokens ended"
     __slots__ = 'text', 'before', 'heads', 'num_known', 'along'
@@ -62,7 +62,7 @@ class _Index:
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
 
-# %% ../nbs/25_guesses.ipynb #50b36d0a
+# %% ../nbs/25_guesses.ipynb #5c63d08d
 @patch
 def longest(self:_Index,
     least:int, most:int,  # tokens that must agree, and that are looked at
@@ -86,7 +86,7 @@ def ahead(self:_Index, at:int, n:int)->list[int]:
     while len(got) < n: got.append(got[-period])
     return got
 
-# %% ../nbs/25_guesses.ipynb #fca1dd0d
+# %% ../nbs/25_guesses.ipynb #45e85123
 class Lookup(Guesser):
     "What followed the last time: in the prompt, in the answer, in what the client predicted"
     name = 'lookup'
@@ -109,7 +109,7 @@ class Lookup(Guesser):
 
     def forget(self, r:Request): self.seen.pop(r, None)
 
-# %% ../nbs/25_guesses.ipynb #11c8139e
+# %% ../nbs/25_guesses.ipynb #1b24d70c
 class RowCost:
     "What a step takes, in seconds: `base` anyway and `row` for each row; a straight line through the newest steps"
     def __init__(self,
@@ -133,7 +133,7 @@ class RowCost:
         self.row = min(max(row, likely / 5), y / x)
         self.base = (y - self.row * x) / n
 
-# %% ../nbs/25_guesses.ipynb #ad2667a8
+# %% ../nbs/25_guesses.ipynb #8e971219
 class Odds:
     "How often guesses hold, learned from those that were checked: by temperature and by what spoke for them"
     def __init__(self, most:int=12): self.most, self.table = most, dict[int, list[list[float]]]()
@@ -158,7 +158,7 @@ class Odds:
             out.append(p)
         return out
 
-# %% ../nbs/25_guesses.ipynb #df7ff35b
+# %% ../nbs/25_guesses.ipynb #520d57c2
 class Guesses:
     "Adds guesses to a plan, from what nobody else wants, and learns what became of them"
     def __init__(self,
@@ -183,7 +183,7 @@ def _most(self:Guesses, s:Scheduler, x:Scheduled)->int:
         raise s.wrong(f"guess gave {most!r} tokens to {r.request_id}: give a whole number, at most {n}")
     return most
 
-# %% ../nbs/25_guesses.ipynb #6703f0d6
+# %% ../nbs/25_guesses.ipynb #8ecf422d
 @patch
 def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
     "What the guesser says, looked at: a token that is none would be computed like any other"
@@ -199,7 +199,7 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #0027765d
+# %% ../nbs/25_guesses.ipynb #08855b37
 @patch
 def _worth(self:Guesses,
     plan:Plan,
@@ -224,7 +224,7 @@ def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int
     free, idle = b.num_free_blocks - s.promised - s.watermark, b.num_idle(len(starts))
     return next((first for k, first in enumerate(starts) if k >= free or k >= idle and odds[first] <= .5), n)
 
-# %% ../nbs/25_guesses.ipynb #5eec980b
+# %% ../nbs/25_guesses.ipynb #6ca65336
 @patch
 def _worth_asking(self:Guesses, plan:Plan, rs:list[Request], most:list[int])->list[int]:
     "Of whom takes its time, only as much is asked as would pay; now and then one, lest that stay so for ever"
@@ -250,6 +250,7 @@ def add(self:Guesses, s:Scheduler, plan:Plan):
         plan.scheduled[i] = x._replace(draft=tuple(self.asked[r].tokens[:n]), rows=1 + n)
         plan.left -= n
 
+# %% ../nbs/25_guesses.ipynb #ed8fa5ec
 @patch
 def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
     "What became of the guesses of a step, computed or not, and how long it took"
@@ -267,7 +268,7 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
     self.asked = {}
     if plain and plan.scheduled and now > plan.now: self.cost.seen(plan.num_tokens, now - plan.now)
 
-# %% ../nbs/25_guesses.ipynb #0e1436d4
+# %% ../nbs/25_guesses.ipynb #1aef64bc
 def get_guesses(
     config:EngineConfig,
     vocab_size:int=1<<31, # of the model
