@@ -57,7 +57,7 @@ class _Index:
         "Take in what the request has said since"
         at = len(self.text) - self.num_known
         for i in range(at, len(r.output_ids)):
-            if self.along == i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
+            if i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
             self.text.append(r.output_ids[i])
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
@@ -264,7 +264,6 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
         if not (g := self.asked.get(r)): continue
         for match, (token, true) in enumerate(zip(g.tokens, got), g.match):
             self.odds.seen(r, match, token == true)
-            if token != true: break
     self.asked = {}
     if plain and plan.scheduled and now > plan.now: self.cost.seen(plan.num_tokens, now - plan.now)
 
