@@ -62,7 +62,7 @@ class Meter:
         self.llm, self.s, self.decode_s, self.tokens, self.decode_tokens, self.guess_s = llm, 0., 0., 0, 0, 0.
         self.decode_steps, self.start = 0, llm.counters.as_dict()
         if llm.config.guesses == 'off': return
-        g = llm.scheduler.guesses = get_guesses(llm.config, llm.model.vocab_size)      # knows nothing
+        g = llm.scheduler.guesses = get_guesses(llm.config, llm.model)      # knows nothing
         g.add, g.learn = self.timed(g.add), self.timed(g.learn)
 
     def timed(self, f:Callable)->Callable:

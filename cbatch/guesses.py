@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Guess', 'Guesser', 'Lookup', 'RowCost', 'Odds', 'Guesses', 'get_guesses']
 
-# %% ../nbs/25_guesses.ipynb #895815ec
+# %% ../nbs/25_guesses.ipynb #0ba45400
 from array import array
 from fastcore.basics import patch
 from operator import itemgetter
@@ -15,7 +15,7 @@ from .core import Plan, Request, Scheduled, StepOutput
 from .params import EngineConfig, ParamError
 from .scheduler import Scheduler
 
-# %% ../nbs/25_guesses.ipynb #df8858fd
+# %% ../nbs/25_guesses.ipynb #1d92a832
 class Guess(NamedTuple):
     "Tokens thought to follow what a request has so far"
     tokens:list[int]
@@ -24,8 +24,10 @@ class Guess(NamedTuple):
 class Guesser:
     "Says what may follow; a subclass answers for one request, or for all at once"
     name = 'guesser'
-    costly = False     # does guessing take so long that it must be worth it?
+    costly = False     # does guessing take so long that it must be worth it? Then these two are told:
+    took, each = 0., 0.   # s, of the last answer; s, of one guess more
     def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
+    def begin(self, model:Any): pass           # an engine is made that will ask it, for answers of this `CausalLM`
     def guess(self, r:Request, most:int)->Guess: raise NotImplementedError         # at most so many tokens
     def propose(self, rs:list[Request], most:list[int])->list[Guess]:              # one for each
         return [self.guess(r, n) for r, n in zip(rs, most)]
@@ -62,7 +64,7 @@ class _Index:
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
 
-# %% ../nbs/25_guesses.ipynb #5c63d08d
+# %% ../nbs/25_guesses.ipynb #4e6e4a1a
 @patch
 def longest(self:_Index,
     least:int, most:int,  # tokens that must agree, and that are looked at
@@ -86,7 +88,7 @@ def ahead(self:_Index, at:int, n:int)->list[int]:
     while len(got) < n: got.append(got[-period])
     return got
 
-# %% ../nbs/25_guesses.ipynb #45e85123
+# %% ../nbs/25_guesses.ipynb #f082be10
 class Lookup(Guesser):
     "What followed the last time: in the prompt, in the answer, in what the client predicted"
     name = 'lookup'
@@ -109,7 +111,7 @@ class Lookup(Guesser):
 
     def forget(self, r:Request): self.seen.pop(r, None)
 
-# %% ../nbs/25_guesses.ipynb #1b24d70c
+# %% ../nbs/25_guesses.ipynb #d4774141
 class RowCost:
     "What a step takes, in seconds: `base` anyway and `row` for each row; a straight line through the newest steps"
     def __init__(self,
@@ -133,7 +135,7 @@ class RowCost:
         self.row = min(max(row, likely / 5), y / x)
         self.base = (y - self.row * x) / n
 
-# %% ../nbs/25_guesses.ipynb #8e971219
+# %% ../nbs/25_guesses.ipynb #c082a1d9
 class Odds:
     "How often guesses hold, learned from those that were checked: by temperature and by what spoke for them"
     def __init__(self, most:int=12): self.most, self.table = most, dict[int, list[list[float]]]()
@@ -151,10 +153,11 @@ class Odds:
 
     def each(self, r:Request, guess:Guess)->list[float]:
         "For each token of a guess, how likely it is that it holds, and all before it"
-        p, out, rates = 1., [], self.of(r)
+        p, rate, out, rates = 1., .5, [], self.of(r)
         for match in range(guess.match, guess.match + len(guess.tokens)):
             held, checked = rates[min(match, self.most)]
-            p *= held / checked
+            if checked > 2: rate = held / checked         # else like the one before
+            p *= rate
             out.append(p)
         return out
 
@@ -199,17 +202,18 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #08855b37
+# %% ../nbs/25_guesses.ipynb #3ee2e3e1
 @patch
 def _worth(self:Guesses,
     plan:Plan,
     odds:list[list[float]], # for each request, how likely so many of its guesses hold
+    each:float=0.,          # s, that a guess takes beside its row
 )->list[int]:               # guesses for each
     "Take guesses, the likeliest first, as long as each makes more tokens per second"
     tokens, seconds = sum(x.rows > 0 for x in plan.scheduled) + 0., self.cost.seconds(plan.num_tokens)
-    row, taken = self.cost.row if self.when == 'pays' else 0., [0] * len(odds)
+    row, taken = self.cost.row + each if self.when == 'pays' else 0., [0] * len(odds)
     some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > row * tokens]
-    for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left]:
+    for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left - plan.num_padding]:
         if p * seconds <= row * tokens: break
         tokens, seconds, taken[i] = tokens + p, seconds + row, taken[i] + 1
     return taken
@@ -224,11 +228,11 @@ def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int
     free, idle = b.num_free_blocks - s.promised - s.watermark, b.num_idle(len(starts))
     return next((first for k, first in enumerate(starts) if k >= free or k >= idle and odds[first] <= .5), n)
 
-# %% ../nbs/25_guesses.ipynb #6ca65336
+# %% ../nbs/25_guesses.ipynb #b565f0ef
 @patch
 def _worth_asking(self:Guesses, plan:Plan, rs:list[Request], most:list[int])->list[int]:
     "Of whom takes its time, only as much is asked as would pay; now and then one, lest that stay so for ever"
-    most = self._worth(plan, [self.odds.each(r, Guess([0] * n)) for r, n in zip(rs, most)])
+    most = self._worth(plan, [self.odds.each(r, Guess([0] * n)) for r, n in zip(rs, most)], self.guesser.each)
     self.num_dry = 0 if any(most) else self.num_dry + 1
     return [1] * len(rs) if self.num_dry % 50 == 49 else most
 
@@ -237,7 +241,7 @@ def add(self:Guesses, s:Scheduler, plan:Plan):
     "Let those who decode have guesses"
     self.asked = {}
     some = [(i, n) for i, x in enumerate(plan.scheduled) if (n := self._most(s, x)) > 0]
-    if not some or plan.left < 1: return
+    if not some or plan.left <= plan.num_padding: return
     rs, most = [plan.scheduled[i].request for i, _ in some], [n for _, n in some]
     if self.guesser.costly: most = self._worth_asking(plan, rs, most)
     if not any(most): return
@@ -250,7 +254,7 @@ def add(self:Guesses, s:Scheduler, plan:Plan):
         plan.scheduled[i] = x._replace(draft=tuple(self.asked[r].tokens[:n]), rows=1 + n)
         plan.left -= n
 
-# %% ../nbs/25_guesses.ipynb #ed8fa5ec
+# %% ../nbs/25_guesses.ipynb #d933556c
 @patch
 def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
     "What became of the guesses of a step, computed or not, and how long it took"
@@ -264,17 +268,20 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
         if not (g := self.asked.get(r)): continue
         for match, (token, true) in enumerate(zip(g.tokens, got), g.match):
             self.odds.seen(r, match, token == true)
+    seconds = now - plan.now - (self.guesser.took if self.asked else 0.)
     self.asked = {}
-    if plain and plan.scheduled and now > plan.now: self.cost.seen(plan.num_tokens, now - plan.now)
+    if plain and plan.scheduled and seconds > 0: self.cost.seen(plan.num_tokens, seconds)
 
-# %% ../nbs/25_guesses.ipynb #1aef64bc
+# %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(
     config:EngineConfig,
-    vocab_size:int=1<<31, # of the model
+    model:Any=None,       # a `CausalLM`, whose tokens are guessed; None: not there yet
 )->Guesses|None:
-    "What `EngineConfig.guesses` stands for; None: nobody guesses"
+    "What `EngineConfig.guesses` stands for, looked at; None: nobody guesses, or not yet"
     g = config.guesses
     if g == 'off': return None
     if g == 'lookup': g = Lookup()
     if not isinstance(g, Guesser): raise ParamError('guesses', f"guesses={g!r:.80}: must be off, lookup, or a Guesser")
-    return Guesses(g, config.max_guesses, config.guess_when, vocab_size)
+    if model is None: return None
+    g.begin(model)
+    return Guesses(g, config.max_guesses, config.guess_when, model.vocab_size)

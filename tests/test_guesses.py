@@ -1,5 +1,6 @@
 "Guesses by their parts: the search against a slow one, the price, the odds, the rule against all choices, and memory."
 import functools, gc, itertools, os, random, tracemalloc
+from types import SimpleNamespace
 from unittest.mock import patch
 import numpy as np, pytest, torch
 from cbatch.core import Plan, Request, Scheduled, StepOutput
@@ -122,7 +123,7 @@ def test_odds_are_learned_by_temperature_and_match_and_unlearned():
     assert odds.each(cold, Guess([1], 3))[0] > .95
     assert odds.each(hot, Guess([1], 3)) == odds.each(cold, Guess([1], 2)) == [.5]
     p, = odds.each(cold, Guess([1], 3))
-    assert odds.each(cold, Guess([1, 1, 1], 2)) == pytest.approx([.5, .5 * p, .25 * p])
+    assert odds.each(cold, Guess([1, 1, 1], 2)) == pytest.approx([.5, .5 * p, .5 * p * p])    # 4 is taken to be like 3
     for _ in range(300): odds.seen(cold, 3, False)
     assert odds.each(cold, Guess([1], 3))[0] < .3
     odds.seen(cold, 10**9, True); odds.each(cold, Guess([1] * 40, 10**9))
@@ -267,9 +268,10 @@ def test_whoever_takes_his_time_is_not_asked_for_nothing():
     assert 3 <= slow.num <= 20, 'asked now and then, or it could never come back'
 
 def test_names_of_guessers():
-    assert get_guesses(EngineConfig()) is None
-    assert isinstance(get_guesses(EngineConfig(guesses='lookup')).guesser, Lookup)
-    mine = Says(1); g = get_guesses(EngineConfig(guesses=mine, max_guesses=3), 10)
+    lm = SimpleNamespace(vocab_size=10)
+    assert get_guesses(EngineConfig(), lm) is None and get_guesses(EngineConfig(guesses='lookup')) is None
+    assert isinstance(get_guesses(EngineConfig(guesses='lookup'), lm).guesser, Lookup)
+    mine = Says(1); g = get_guesses(EngineConfig(guesses=mine, max_guesses=3), lm)
     assert g.guesser is mine and (g.most, g.vocab_size) == (3, 10)
     for bad in ('look up', 5, Lookup):
         with pytest.raises(ParamError, match='off, lookup, or a Guesser'): get_guesses(EngineConfig(guesses=bad))
