@@ -161,9 +161,10 @@ class Odds:
             out.append(p)
         return out
 
-# %% ../nbs/25_guesses.ipynb #520d57c2
+# %% ../nbs/25_guesses.ipynb #b613b33d
 class Guesses:
     "Adds guesses to a plan, from what nobody else wants, and learns what became of them"
+    margin = 1.4       # a guess must be worth so much more than its row
     def __init__(self,
         guesser:Guesser,
         most:int=8,            # guesses for a request in a step
@@ -202,7 +203,7 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #3ee2e3e1
+# %% ../nbs/25_guesses.ipynb #f83ca6ff
 @patch
 def _worth(self:Guesses,
     plan:Plan,
@@ -211,10 +212,11 @@ def _worth(self:Guesses,
 )->list[int]:               # guesses for each
     "Take guesses, the likeliest first, as long as each makes more tokens per second"
     tokens, seconds = sum(x.rows > 0 for x in plan.scheduled) + 0., self.cost.seconds(plan.num_tokens)
-    row, taken = self.cost.row + each if self.when == 'pays' else 0., [0] * len(odds)
-    some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > row * tokens]
+    row, taken = self.cost.row + each, [0] * len(odds)
+    price = self.margin * row if self.when == 'pays' else 0.
+    some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > price * tokens]
     for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left - plan.num_padding]:
-        if p * seconds <= row * tokens: break
+        if p * seconds <= price * tokens: break
         tokens, seconds, taken[i] = tokens + p, seconds + row, taken[i] + 1
     return taken
 

@@ -143,6 +143,7 @@ def plan_of(rs, left=99):
 @pytest.mark.parametrize('seed', range(30))
 def test_no_choice_of_guesses_makes_more_tokens_a_second(seed):
     rng, g = random.Random(seed), Guesses(Says())
+    g.margin = 1.
     n = rng.randint(1, 4)
     g.cost.base, g.cost.row = 1., rng.choice([.01, .1, .4, 1.])
     chances = [[rng.random() for _ in range(rng.randint(0, 4))] for _ in range(n)]
@@ -153,6 +154,12 @@ def test_no_choice_of_guesses_makes_more_tokens_a_second(seed):
     assert rate(g._worth(plan, odds)) == pytest.approx(max(map(rate, every)))
     g.when = 'always'
     assert sum(g._worth(plan, odds)) == min(plan.left, sum(map(len, odds)))
+
+def test_a_guess_must_be_worth_more_than_its_row():
+    g, plan = Guesses(Says()), plan_of([request()])
+    g.cost.base, g.cost.row = 9., 1.
+    assert g._worth(plan, [[.13]]) == [0] and g._worth(plan, [[.15]]) == [1]      # 1.4 x 1 / 10
+    assert g._worth(plan, [[.3]], each=2.) == [0] and g._worth(plan, [[.5]], each=2.) == [1]
 
 def world(guesser, blocks=12, size=4, **kw):
     cfg = EngineConfig(max_num_seqs=4, max_num_batched_tokens=40, block_size=size, num_blocks=blocks, watermark=0.)
