@@ -202,7 +202,8 @@ def _worth(self:Guesses, plan:Plan, rs:list[Request], guesses:list[Guess])->list
     odds = [self.odds.each(r, g) for r, g in zip(rs, guesses)]
     every = sorted(((p, i) for i, ps in enumerate(odds) for p in ps), key=lambda x: -x[0])[:plan.left]
     taken, (base, row, more) = [0] * len(rs), self.cost.each
-    tokens, seconds, more = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens, more + self.guesser.each
+    tokens, seconds = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens
+    more += self.guesser.each
     for p, i in every:
         if self.when == 'pays' and p * seconds <= more * tokens: break
         tokens, seconds, taken[i] = tokens + p, seconds + more, taken[i] + 1
