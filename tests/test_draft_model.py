@@ -159,14 +159,15 @@ def play(arch, lm, seed, ties):
     rng = random.Random(f'{arch} {seed}')
     class Unwilling(Policy):
         def guess(self, s, r, most): return rng.randint(0, most) if rng.random() < .3 else most
-    asks = [(rng.randrange(len(prompts())), wish(rng.randint(1, 24), rng.choice([0., 1.]), rng.randrange(3),
+    asks = [(rng.randrange(len(prompts())), wish(rng.randint(1, 40), rng.choice([0., 1.]), rng.randrange(3),
                 n=rng.choice([1, 1, 3]), repetition_penalty=rng.choice([1., 1.4]))) for _ in range(rng.randint(4, 7))]
     longest = max(len(prompts()[p]) + w.max_tokens for p, w in asks)
-    d = make(lm, rng.choice([1, 9, 20, 40, 200]), block_size=rng.choice([3, 4, 16]),
-             max_num_batched_tokens=rng.choice([1, 5, 16, 512]))
+    d = make(lm, rng.choice([10, 30, 60, 200]), block_size=rng.choice([3, 4, 16]),
+             max_num_batched_tokens=rng.choice([16, 40, 512]))
     llm = LLM(model(arch), guesses=d, max_guesses=rng.choice([1, 3, 8]), guess_when='always', block_size=4, check=True,
-              num_blocks=cdiv(longest, 4) + rng.randint(0, 20), max_num_seqs=rng.choice([2, 5, 9]), policy=Unwilling(),
-              preemption=rng.choice(['recompute', 'swap']), max_num_batched_tokens=rng.choice([9, 40, 300]))
+              num_blocks=cdiv(longest, 4) + rng.choice([5, 60]), max_num_seqs=rng.choice([2, 5, 9]), policy=Unwilling(),
+              preemption=rng.choice(['recompute', 'swap']), force_preempt=rng.choice([None, 7]),
+              max_num_batched_tokens=rng.choice([9, 40, 300]))
     llm.now, fails, execute = 0., rng.choice([0, 0, .1]), d.runner.execute
     llm.clock = lambda: llm.now
     def breaks(plan):
@@ -216,14 +217,15 @@ def tied(arch, prompt, params, index, ours, ref):
 @pytest.mark.parametrize('arch', ['llama', 'gpt2', 'gemma2'])
 def test_random_lives(arch):
     logging.disable()
-    runs, ties, others = Counter(), Counter(), dict(itself=model(arch), other=model('qwen3', 4), layers=first(model(), 2))
+    others = dict(itself=model(arch), other=model('qwen3', 4), layers=first(model(), 2))
+    runs, ties = Counter(), Counter()
     try:
         for name, lm in others.items():
-            for seed in range(5):
+            for seed in range(3):
                 for what, n in play(arch, lm, f'{name} {seed}', ties).items(): runs[name, what] += n
     finally: logging.disable(logging.NOTSET)
     print(runs, ties)
-    for name in others: assert runs[name, 'guessed'] > 100 and runs[name, 'preempted'] > 1 and runs[name, 'done'] > 15
+    for name in others: assert runs[name, 'guessed'] > 60 and runs[name, 'preempted'] > 1 and runs[name, 'done'] > 8
     assert ties[True] <= .02 * ties[False]
     assert runs['itself', 'held'] >= .99 * runs['itself', 'guessed'] > 4 * runs['other', 'held']
 
@@ -288,7 +290,7 @@ def test_positions_of_its_own_end_its_guesses():
     d = make(first(model(max_position_embeddings=48), 3))      # the same weights, fewer positions
     llm, params = LLM(model(), guesses=d, max_guesses=4, **SMALL), wish(60)
     assert said(llm, [prompts()[5]], params) == [alone('llama', 5, params)]
-    m = llm.metrics                                            # the last that it can read has place 47, and it says place 48
+    m = llm.metrics             # the last that it can read has place 47, and it says what has place 48
     assert m['num_guessed_tokens'] == m['num_accepted_tokens'] == 19 and m['num_steps'] == 60 - 19
     empty(d)
 
@@ -312,8 +314,8 @@ def test_heads_of_other_widths(ours, theirs):
     target, d = model(vocab_size=theirs), make(model(vocab_size=ours))
     llm, odd = LLM(target, guesses=d, **SMALL), [290] if theirs == 300 else [3]
     asks = [(p, wish(30, temperature=3., **w)) for p, w in zip(prompts()[2:7], (
-        {}, dict(logit_bias={odd[0]: 2.}), dict(stop_token_ids=odd, min_tokens=30), dict(allowed_token_ids=odd + [5, 6]),
-        dict(repetition_penalty=1.2)))] + [(odd + prompts()[2], wish(30))]
+        {}, dict(logit_bias={odd[0]: 2.}), dict(stop_token_ids=odd, min_tokens=30),
+        dict(allowed_token_ids=odd + [5, 6]), dict(repetition_penalty=1.2)))] + [(odd + prompts()[2], wish(30))]
     for p, w in asks: llm.add(p, w)
     done = {}
     while llm.has_unfinished: done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
