@@ -21,7 +21,7 @@ from .lab_page import FRONTIERS, Lab, frontier, part
 from .measures import MEASURES, judge
 from .people import Person, crowd, let_in
 from .results import machine, read_goodput, refuse_few, refuse_folders, write_record
-from .trace import written
+from .trace_format import written
 from .traffic import get_workload
 from .workloads import WorkItem, Workload, arrivals, generator_of, lognormal_lens, smaller
 if TYPE_CHECKING:

@@ -235,7 +235,8 @@ def _bias(given:Any)->dict[int, float]:
 
 # %% ../nbs/00_params.ipynb #1caccada
 BESIDE = dict(use_tqdm='LLM.generate and chat', tools='LLM.chat') | dict.fromkeys(
-    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache'), 'LLM.add, a prompt at a time')
+    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache', 'prediction'),
+    'LLM.add, a prompt at a time')
 
 def wished(
     params:Any,             # `SamplingParams`, a list of them, or None
@@ -332,12 +333,12 @@ def _sizes(c:EngineConfig)->dict[str, Any]:
 # %% ../nbs/00_params.ipynb #944892fc
 _CHOICES = dict(preemption=('recompute', 'swap'), load_format=('auto', 'dummy'), products=('auto', 'panels', 'onednn'),
                 guess_when=('pays', 'always'))
-
+_OPEN = 'device', 'policy', 'backend', 'victim', 'guesses', 'force_preempt'   # looked at where they are made
 _DTYPES = 'auto', 'float32', 'bfloat16', 'float16'
 
 def _choices(c:EngineConfig)->dict[str, Any]:
     "The choices of a configuration; `ParamError` for one that there is not"
-    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, 'device', 'policy', 'backend', 'victim', 'force_preempt', 'guesses')}
+    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, *_OPEN)}
     for k, names in _CHOICES.items():
         if said[k] not in names: raise ParamError(k, f"{k}={said[k]!r}: must be {' or '.join(names)}")
     dtype = str(c.dtype).removeprefix('torch.') if type(c.dtype).__name__ == 'dtype' else plain(c.dtype)

@@ -152,7 +152,7 @@ def test_bad_files_name_the_line(saved):
                 except ValueError as e: refused += 1; assert str(path) in str(e) and 'line' in str(e)
     assert refused > 200
     for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0],
-                 lines[0].replace('"cbatch_trace": 2', '"cbatch_trace": 3')):
+                 lines[0].replace('"cbatch_trace": 3', '"cbatch_trace": 4')):
         path.write_text(text)
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')
