@@ -317,6 +317,17 @@ def test_other_answers_are_found(monkeypatch, capsys):
     monkeypatch.setattr(lab_module, '_serve', other)
     assert lab_command('rush', **args) == 1 and 'DIFFERENT: static: request 1' in capsys.readouterr().out
 
+def test_answers_with_guesses_are_equal_too(capsys):
+    work = Workload('again', [WorkItem(30, [(f'q{i}', 9)], .01 * i) for i in range(4)])
+    lab = run_lab(work, ['vllm', 'fair'], None, tiny_lm(), look=['vllm'], max_num_seqs=4, guesses='lookup',
+                  guess_when='always')
+    plain = run_lab(work, ['vllm'], None, tiny_lm(), max_num_seqs=4)
+    assert lab.answers['vllm'] == lab.answers['fair'] == plain.answers['vllm'] and 'guesses=lookup' in lab.how
+    assert any(r.guessed for r in lab.traces['vllm'])
+    assert lab_command('rush', policies='vllm', num_prompts=3, run=True, model='tiny', guesses='lookup') == 0
+    with pytest.raises(ValueError, match='--run'): lab_command('rush', guesses='lookup')
+    with pytest.raises(ValueError, match='guesses='): lab_command('rush', guesses='lokup', run=True)
+
 def test_who_left_somebody_out_is_named():
     "A scheme without chunks refuses a long prompt: what it is good at then, it is on an easier crowd"
     work = Workload('two', [WorkItem(3, [('a', 8)]), WorkItem(3, [('b', 40)], .1)])

@@ -247,7 +247,7 @@ def test_nobody_comes():
     assert s.took_s == 0 == s.counters.num_steps and not s.sent
 
 @pytest.mark.parametrize('bad', [dict(kv_cache_mb=10), dict(swap_mb=10), dict(blocks=3), dict(policy='quick'),
-                                 dict(max_num_seqs=0), dict(trace=-1)])
+                                 dict(max_num_seqs=0), dict(trace=-1), dict(guesses='lookup')])
 def test_options_that_mean_nothing_are_refused(bad):
     with pytest.raises(ParamError) as e: simulate(crowd(0), **bad)
     assert e.value.param in bad
