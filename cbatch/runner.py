@@ -366,10 +366,12 @@ def _one_by_one(self:ModelRunner, want:list[Wanted], logits:torch.Tensor)->StepO
     out = StepOutput()
     for r in dict.fromkeys(w.request for w in want):
         rows = [i for i, w in enumerate(want) if w.request is r]
-        try: got = self.sampler([want[i] for i in rows], logits[rows])
-        except torch.OutOfMemoryError: raise
-        except BaseException as e:
-            out.errors[r.request_id] = failure_of(Code.SAMPLING, e)
-            continue
+        for some in dict.fromkeys((tuple(rows), tuple(i for i in rows if not want[i].draft))):  # without what it guessed
+            try: got = self.sampler([want[i] for i in some], logits[list(some)])
+            except torch.OutOfMemoryError: raise
+            except BaseException as e:
+                got = StepOutput(errors={r.request_id: failure_of(Code.SAMPLING, e)})
+                continue
+            break
         for name in ('sampled', 'errors', 'logprobs', 'prompt_logprobs'): getattr(out, name).update(getattr(got, name))
     return out

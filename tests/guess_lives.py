@@ -4,13 +4,14 @@ The model runs in C++, where a row's bits do not depend on its company, or in to
 INVARIANTS.md says what G1, G2 and the others are."""
 import functools, random, signal
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
-from cbatch.guesses import Guesser
+from cbatch.draft_model import DraftModel
+from cbatch.kernels import cpu, lean
 from cbatch.model import tiny_lm
 from cbatch.params import cdiv
 from cbatch.policies import Dynamic, Fair, Static
@@ -21,13 +22,29 @@ from guessers import KINDS
 from harness import follows, quiet
 
 ARCHS = 'llama', 'qwen3', 'mistral'
+EVERY = *KINDS, 'draft'
 NUM_ASKS = 80
 V = 258
+
+@contextmanager
+def in_cpp():
+    "Model and sampler in C++, which tests leave aside otherwise; None if there is no compiler"
+    def forget():
+        for n in (cpu.ATTENTION, lean.STEP, FAST): n.__dict__.pop('lib', None)
+    with patch.dict('os.environ', CBATCH_NATIVE='1'):
+        forget()
+        try: yield cpu.ready(cpu.ATTENTION)
+        finally: forget()
 
 @functools.cache
 def model(arch):
     "Tiny, with ends of sequence that it likes to say"
     return tiny_lm(arch, num_hidden_layers=2, eos_token_id=[145, 21, 245])
+
+@functools.cache
+def stranger():
+    "Another small model of the same tokens"
+    return tiny_lm('llama', 1, num_hidden_layers=1)
 
 # --- what is asked for, and what comes without guesses
 
@@ -85,19 +102,19 @@ def asked(arch, backend='cpu'):
 
 class Shy(Policy):
     "Lets only some guess, and of them not all that they could"
-    def guess(self, s, r, most): return 0 if r.seq % 3 == 0 else min(most, r.seq % 3)
+    def guess(self, s, r, most=99): return min(most, r.seq % 3)
 
 POLICIES = dict(vllm=lambda: 'vllm', static=Static, bare=lambda: Static(False), dynamic=lambda: Dynamic(.03),
                 fair=Fair, shy=Shy)
 
-class Life:
-    "A few requests through an engine that guesses; `run` looks at it after every step"
+class Drawn:
+    "A few requests, and an engine that guesses"
     def __init__(self, seed, kind=None, backend=None, **config):
         rng = self.rng = random.Random(seed)
-        self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(list(KINDS))
+        self.arch, self.kind = ARCHS[seed % 3], kind or rng.choice(EVERY)
         self.backend, self.seen = backend or rng.choice(['cpu', 'cpu', 'torch']), Counter()
         self.mine, self.text, self.ended, self.requests = {}, {}, {}, {}
-        self.failed, self.cruel = False, rng.random() < .4
+        self.failed, self.wrong, self.cruel = False, None, rng.random() < .4
         todo = rng.sample(asked(self.arch), rng.randint(2, 7))
         self.todo = [(f'q{i}', a) for i, a in enumerate(todo)]
         self.llm = self.engine(max(len(a.prompt) + a.params.max_tokens for _, a in self.todo), config)
@@ -106,7 +123,7 @@ class Life:
         "With room for one of them, or for many; its clock moves by hand"
         rng, bs = self.rng, 16 if self.backend == 'cpu' else self.rng.choice([4, 5, 8])
         need, policy = cdiv(longest, bs), rng.choice(['vllm'] * 4 + list(POLICIES))
-        guesser = make(self.kind, self.answer, rng.randrange(99))
+        guesser = make(self.kind, self.arch, self.answer, rng)
         own = dict(block_size=bs, num_blocks=need + rng.choice([0, 1, 2, need, 9 * need]), policy=POLICIES[policy](),
                    preemption=rng.choice(['recompute', 'swap']), prefix_caching=rng.random() < .6,
                    max_num_seqs=rng.choice([1, 2, 3, 4, 8]), max_num_batched_tokens=rng.choice([8, 9, 16, 33, 64, 512]),
@@ -122,11 +139,31 @@ class Life:
             if e: raise e
             return forward(batch)
         llm.clock, llm.runner.executor.forward = clock, trouble
+        start = llm.runner.start
+        def watched(plan, *args):
+            try: self.planned(plan)
+            except AssertionError as e: self.wrong = e               # the engine would take it for a failed step
+            return start(plan, *args)
+        llm.runner.start = watched
         return llm
+
+    def planned(self, plan):
+        "What a plan with guesses must keep to"
+        c, s, most = self.llm.config, self.llm.scheduler, self.llm.config.max_guesses
+        assert plan.num_tokens + plan.num_padding <= c.max_num_batched_tokens                         # S3
+        for x in plan.scheduled:
+            r, n = x.request, len(x.draft)
+            assert n <= min(most, s.policy.guess(s, r, most))           # G4
+            assert not n or x.stop - x.start == 1 and len(r.output_ids) + n < r.max_tokens
+            assert len(r.block_table) * c.block_size >= x.stop + n                                    # S2
 
     def answer(self, r): return self.mine[r.group].ref.outputs[r.sample_index].token_ids
 
-def make(kind, answer, seed): return KINDS[kind](answer, V, seed=seed)
+def make(kind, arch, answer, rng):
+    "A guesser; a draft model is the model itself, or another"
+    if kind != 'draft': return KINDS[kind](answer, V, seed=rng.randrange(99))
+    return DraftModel(model(arch) if rng.random() < .6 else stranger(), num_blocks=rng.choice([1, 3, 9, 40]),
+                      max_num_batched_tokens=rng.choice([7, 30, 512]))
 
 # --- a life
 
@@ -143,8 +180,8 @@ def alarm(after_s):
         finally: signal.setitimer(signal.ITIMER_REAL, 0)
     finally: signal.signal(signal.SIGALRM, old)
 
-class Lived(Life):
-    "What happens in a life, and what must hold at each step of it"
+class Life(Drawn):
+    "What happens to them, and what must hold after each step"
     def add(self, name, a):
         "Ask; now and then with a salt, a deadline, what the answer will be or might be"
         rng, llm, said = self.rng, self.llm, list(a.ref.outputs[0].token_ids)
@@ -163,11 +200,10 @@ class Lived(Life):
                                 torch.OutOfMemoryError('no room'))
         try:
             if not .12 < x < .18: return llm.step()
-            with alarm(self.rng.uniform(1e-5, 3e-3)): return llm.step()
-        except (KeyboardInterrupt, Alarm) as e:
-            self.seen[type(e).__name__] += 1
-            return llm.take()
+            with alarm(self.rng.uniform(1e-5, 3e-3)): llm.turn()
+        except (KeyboardInterrupt, Alarm) as e: self.seen[type(e).__name__] += 1
         finally: self.failed, self.due = self.failed or x < .12, None
+        return llm.take()
 
     def told(self, outs):
         for o in outs:
@@ -180,7 +216,7 @@ class Lived(Life):
     def run(self):
         "Until everybody has left; what happened, counted"
         rng, llm, idle = self.rng, self.llm, 0
-        with patch('logging.Logger.exception'), patch('logging.Logger.warning'):
+        with patch('logging.Logger.exception'), patch('logging.Logger.warning'), self.sampler():
             while self.todo or llm.has_unfinished:
                 while self.todo and (not llm.has_unfinished or rng.random() < .5): self.add(*self.todo.pop(0))
                 if llm.groups and rng.random() < .02:
@@ -198,9 +234,15 @@ class Lived(Life):
         for name, o in self.ended.items(): self.check(name, o)
         return self.seen
 
+    def sampler(self):
+        "In C++; in torch for half of those whose model runs in torch"
+        slow = self.backend == 'torch' and self.llm.config.max_num_seqs % 2
+        return patch.dict(FAST.__dict__, lib=None) if slow else nullcontext()
+
     def look(self):
         "Between two steps"
         llm, s, m = self.llm, self.llm.scheduler, self.llm.metrics
+        if self.wrong: raise self.wrong
         llm.check()                                                                                   # A1 A2 A3 S1
         follows(llm)
         reserves = llm.config.reserve_max or isinstance(s.policy, Static)
@@ -218,6 +260,11 @@ class Lived(Life):
     def books(self):
         "The trace tells the same, and its steps add up to what everybody has"
         llm, m = self.llm, self.llm.metrics
+        if (g := getattr(llm.scheduler.guesses.guesser, 'ended', None)) is not None:
+            assert set(g) == {r for rs in self.requests.values() for r in rs}, 'somebody is not forgotten'   # G6
+        if isinstance(g := llm.scheduler.guesses.guesser, DraftModel):
+            g.check()
+            assert not g.mirrors and g.blocks.num_free_blocks == g.blocks.num_blocks                  # G6
         told = [g for rec in llm.trace for g in rec.guessed.values()]
         assert sum(n for n, _, _ in told) == m['num_guessed_tokens']
         assert sum(k for _, k, _ in told) == m['num_accepted_tokens']

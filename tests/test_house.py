@@ -359,7 +359,7 @@ def test_names_in_tests_stand_in_invariants():
             for part in text.split('\n## ')}
     for p in (ROOT/'tests').rglob('*.py'):
         src = p.read_text(encoding='utf-8')
-        marks = [n for m in re.findall(r'# ([ASOM]\d(?: [ASOM]\d)*)$', src, re.M) for n in m.split()]
+        marks = [n for m in re.findall(r'# ([ASOMG]\d(?: [ASOMG]\d)*)$', src, re.M) for n in m.split()]
         faults = [*re.findall(r'def test_fault_0*([1-9]\d*)', src), *re.findall(r'\b[Rr]ows? (\d+)', src)]
         situations = [*re.findall(r'def test_case_0*([1-9]\d*)', src), *re.findall(r'\b[Cc]ases? (\d+)', src)]
         assert set(marks) <= rows['Invariants'], p.name

@@ -12,6 +12,7 @@ from cbatch.model import tiny_lm
 from cbatch.rewind import at, diff, recorded, renamed, rerun, summary_of
 from cbatch.trace import Trace
 from cbatch.workloads import Workload, WorkItem
+from heard import Heard
 
 def people(seed, n=14, gap=.08):
     rng, t, items = random.Random(seed), 0., []
@@ -31,6 +32,13 @@ def served(work, policy='vllm', **config):
 @pytest.fixture(scope='module')
 def tight(): return served(people(1))
 
+@pytest.fixture(scope='module')
+def guessing():
+    "The same people, by an engine that has heard them"
+    g, more = Heard(3), dict(guess_when='always', max_guesses=9)
+    g.listen(lambda g: served(people(1), guesses=g, **more))
+    return served(people(1), guesses=g, **more)
+
 def changed(trace, change, i, **more):
     "A copy in which one record is another"
     other = Trace(**trace.facts, **more)
@@ -38,6 +46,41 @@ def changed(trace, change, i, **more):
         if k == i: change(rec := deepcopy(rec))
         other.append(rec)
     return other
+
+# --- guesses
+
+def test_a_trace_with_guesses_is_seen_and_summed_up(guessing, tight):
+    trace, counted, _ = guessing
+    test_a_summary_is_the_engines(guessing)
+    test_a_moment_is_what_the_states_say(guessing)
+    s = summary_of(trace)
+    counts = 'num_guessed_tokens', 'num_accepted_tokens', 'accepted_share', 'num_steps'
+    assert {k: s[k] for k in counts} == {k: counted[k] for k in counts} and s['slot_utilisation'] <= 1
+    assert summary_of(tight[0])['accepted_share'] is None and 0 < s['accepted_share'] < 1
+    rec = next(rec for rec in trace if any(back for *_, back in rec.guessed.values()))
+    r = next(r for r, x in rec.guessed.items() if x[2])
+    text = repr(at(trace, rec.step))
+    assert f'{rec.guessed[r][0]} guessed, {rec.guessed[r][1]} kept' in text and f'gave blocks back  {r}' in text
+
+def test_guesses_are_a_difference_and_go_with_a_name(guessing, tight, tmp_path):
+    trace, _, _ = guessing
+    assert not diff(trace, trace) and 'guessed' in diff(trace, tight[0]).fields
+    trace.to_jsonl(tmp_path/'t.jsonl')
+    assert not diff(trace, Trace.load(tmp_path/'t.jsonl'))
+    def less(rec): r = next(iter(rec.guessed)); rec.guessed[r] = (rec.guessed[r][0] + 1, *rec.guessed[r][1:])
+    i = next(i for i, rec in enumerate(trace) if rec.guessed)
+    assert diff(trace, changed(trace, less, i)).fields == ('guessed',)
+    there = renamed(trace, {'r1': 'x'})
+    assert 'x' in {r for rec in there for r in rec.guessed} and renamed(there, {'x': 'r1'}).records == trace.records
+
+def test_served_again_nobody_guesses(guessing, tmp_path, capsys):
+    trace, _, sent = guessing
+    again = rerun(trace)
+    assert not any(rec.guessed for rec in again.trace) and again.counters.num_sampled_tokens == sum(
+        len(x.output_ids) for x in sent)
+    trace.to_jsonl(tmp_path/'t.jsonl')
+    main(['replay', str(tmp_path/'t.jsonl'), '--policy', 'static'])
+    assert 'the trace has guesses' in capsys.readouterr().out
 
 # --- one step
 
