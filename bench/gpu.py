@@ -13,7 +13,7 @@ if DRY: os.environ['TRITON_INTERPRET'] = '1'
 import torch
 from cbatch import LLM, SamplingParams
 from cbatch.results import machine
-from cbatch.trace import written
+from cbatch.trace_format import written
 from cbatch.kernels.kv_write import kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill

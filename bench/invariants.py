@@ -10,7 +10,7 @@ from pathlib import Path
 from traceback import extract_tb
 from unittest.mock import patch
 from cbatch.results import machine
-from cbatch.trace import written
+from cbatch.trace_format import written
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tests'))

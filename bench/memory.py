@@ -13,7 +13,7 @@ from cbatch.driving import drive
 from cbatch.metrics import ttft_s
 from cbatch.results import machine
 from cbatch.token_loop import compare_tokens
-from cbatch.trace import written
+from cbatch.trace_format import written
 from cbatch.workloads import WorkItem, Workload
 
 OUT, SEED = Path(__file__).parent/'records'/'memory.json', 0

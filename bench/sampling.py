@@ -10,7 +10,7 @@ from cbatch import SamplingParams
 from cbatch.drawing import sample_torch
 from cbatch.sampler import FAST, sample_native
 from cbatch.sampling import SamplerState
-from cbatch.trace import written
+from cbatch.trace_format import written
 
 KINDS = {'greedy': dict(temperature=0), 'temperature': dict(temperature=.8), 'top_k': dict(top_k=40),
          'top_p': dict(temperature=.7, top_p=.9), 'min_p': dict(min_p=.05),

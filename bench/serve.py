@@ -118,7 +118,7 @@ def w64(lm, quick=False, n=64):
 def main(*names):
     from cbatch import load_model
     from cbatch.results import machine
-    from cbatch.trace import written
+    from cbatch.trace_format import written
     quick, names = '--quick' in names, [n for n in names if n != '--quick']
     facts, old, lm = dict(command='python bench/serve.py', seed=SEED,
                           machine=machine()), json.loads(OUT.read_text()) if OUT.exists() else {}, load_model('smollm2')

@@ -131,10 +131,12 @@ def usage(self:Head, outs:list[RequestOutput])->dict[str, Any]:
     "Tokens of an answer; `outs` are the prompts' reports"
     prompt = sum(len(o.prompt_token_ids) for o in outs)
     answer = 0 if self.ask.score_only else sum(len(a.token_ids) for o in outs for a in o.outputs)
-    d = dict(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
-    if not self.ask.cache_salt: return d
-    cached = sum(o.metrics.num_cached_tokens for o in outs if o.metrics)
-    return d | dict(prompt_tokens_details=dict(cached_tokens=cached))
+    d:dict[str, Any] = dict(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
+    known = [o.metrics for o in outs if o.metrics]
+    if self.ask.cache_salt: d['prompt_tokens_details'] = dict(cached_tokens=sum(m.num_cached_tokens for m in known))
+    guessed, held = (sum(getattr(m, f'num_{k}_tokens') for m in known) for k in ('guessed', 'accepted'))
+    details = dict(accepted_prediction_tokens=held, rejected_prediction_tokens=guessed - held)
+    return d | dict(completion_tokens_details=details) if guessed or self.ask.prediction is not None else d
 
 @patch
 def places_in(self:Head, prompt:str, ids:list[int])->list[int]:

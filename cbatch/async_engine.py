@@ -246,6 +246,7 @@ async def add_many(self:AsyncLLM,
     *, priority:int=0, user:str|None=None,
     timeout_s:float|None=None, # a request that is not done by then ends with an error
     cache_salt:str|None=None,  # cached blocks are shared among equal salts only
+    prediction:Any=None,       # text or token ids that an answer may be: guesses are taken from there
     request_ids:list[str|None]|None=None, # each unlike those of all live requests; None: as the engine likes
     quiet:bool=False,          # the last report of each is enough
     check:Callable[[list[Asked]], None]|None=None, # looks at all of them before one is queued; what it raises is raised
@@ -259,12 +260,17 @@ async def add_many(self:AsyncLLM,
     now, num = llm.clock(), sum(getattr(params, 'n', 1) for _, params in asks)
     deadline = None if timeout_s is None else now + timeout_s
     kw:dict[str, Any] = dict(arrival=now, deadline=deadline, priority=priority, user=user, cache_salt=cache_salt)
-    requests = await self._charged(num, lambda: [llm.prepare(prompt, params, **kw) for prompt, params in asks])
+    requests = await self._charged(num, _prepared, llm, asks, kw, prediction)
     _check_scores(requests)
     if check: check(requests)
     self.ensure_ready()
     self._room(num, sum(len(r.prompt_ids) * r.params.n for r in requests), user)
     return self._send(requests, request_ids or [None] * len(requests), quiet)
+
+# %% ../nbs/42_async_engine.ipynb #4a0e6e33
+def _prepared(llm:LLM, asks:list[Any], kw:dict[str, Any], prediction:Any)->list[Asked]:
+    said = llm.door.predicted(prediction)       # once for all
+    return [llm.prepare(prompt, params, prediction=said, **kw) for prompt, params in asks]
 
 def _check_scores(requests:list[Asked]):
     "Refuse a list that asks for more log probabilities than memory should hold"
@@ -279,14 +285,14 @@ def _num_scores(r:Asked)->int:
     return of_prompt + (0 if p.logprobs is None else (1 + p.logprobs) * r.max_tokens * p.n)
 
 # %% ../nbs/42_async_engine.ipynb #9a8f3baa
-_WAYS = 'priority', 'user', 'timeout_s', 'cache_salt', 'quiet'   # of `add_many`, for one request
+_WAYS = 'priority', 'user', 'timeout_s', 'cache_salt', 'quiet', 'prediction'  # of `add_many`, for one request
 
 @patch
 async def add(self:AsyncLLM,
     prompt:str|list[int]|list[dict[str, Any]], # text, token ids, or messages
     params:SamplingParams|None=None,
     *, request_id:str|None=None, # what to call it, unlike those of all live requests; None: as the engine likes
-    **kw,                        # priority, user, timeout_s, cache_salt, quiet: as in `add_many`; or wishes by name
+    **kw,                        # as in `add_many`: priority, user, timeout_s, cache_salt, quiet, prediction; or wishes
 )->Stream:
     "Queue a request. `ValueError` if it can't be served, `Overloaded`, `Unavailable`"
     params = wished(params, {k: kw.pop(k) for k in [*kw] if k not in _WAYS})

@@ -9,7 +9,7 @@ __all__ = ['bench_throughput', 'named_model', 'bench_serve', 'time_scheduler', '
 import gc, math, os, time
 from collections.abc import Iterable
 from typing import Any
-from .contest import ContestSpec, is_peer, num_sampled, run_contest, steps_from
+from .contest import ContestSpec, is_peer, num_sampling, run_contest, steps_from
 from .core import Plan, Request, StepOutput
 from .params import EngineConfig, SamplingParams
 from .driving import Outcome, drive
@@ -81,7 +81,7 @@ def _drive_here(
         before = llm.scheduler.num_steps
         sent, took = drive(llm, work, seed)
         recs = steps_from(llm.trace, before)
-    used = num_sampled(recs) / (max(1, len(recs)) * slots)
+    used = num_sampling(recs) / (max(1, len(recs)) * slots)
     return sent, took, dict(num_steps=len(recs), slot_utilisation=used)
 
 # %% ../nbs/59_bench.ipynb #857bd4c3

@@ -305,6 +305,7 @@ class RequestMetrics:
     num_guessed_tokens:int = 0    # tokens guessed for it
     num_accepted_tokens:int = 0   # of them, those that became its own
 
+# %% ../nbs/01_core.ipynb #71e39d56
 @dataclass
 class CompletionOutput:
     "One answer to a prompt"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from fastcore.basics import patch
 from .core import Plan, StepRecord
-from .trace import written
+from .trace_format import written
 
 # %% ../nbs/52_cost.ipynb #609018ba
 class Features(NamedTuple):
@@ -31,7 +31,9 @@ def features(
     step:Plan|StepRecord, # before it runs, or when it is over: the same numbers
 )->Features:
     "What a step costs is a matter of these"
-    if isinstance(step, StepRecord): shares = [(n, k + n) for _, n, k, _ in step.scheduled] + step.padding
+    if isinstance(step, StepRecord):
+        failed = {r: guessed - kept for r, (guessed, kept, _) in step.guessed.items()}    # computed like the others
+        shares = [(n := num + failed.get(r, 0), k + n) for r, num, k, _ in step.scheduled] + step.padding
     else:
         shares = [(s.num_tokens, s.start + s.num_tokens) for s in step.scheduled]
         shares += [(p.num_tokens, p.context_len) for p in step.padding]

@@ -18,7 +18,8 @@ from .people import Person, crowd, let_in
 from .catalog import ALIASES, get_policy
 from .results import machine, refuse_folders, write_record
 from .screen import Live, Screen, fit_columns
-from .trace import Trace, written
+from .trace import Trace
+from .trace_format import written
 if TYPE_CHECKING: from cbatch.token_loop import Agreement
 
 # %% ../nbs/62_demo.ipynb #7a0181c2

@@ -101,17 +101,39 @@ def limit(self:Door, num_prompt:int, params:SamplingParams)->int:
         raise CapacityError('prompt', f"{much}: shorten the request or raise num_blocks")
     return n
 
-# %% ../nbs/34_door.ipynb #22af94fd
+# %% ../nbs/34_door.ipynb #0bf1cf1c
 @patch
-def _predicted(self:Door, said:Any)->tuple[int, ...]:
-    "Tokens of what a client thinks the answer will be, as far as they could all be of one answer"
+def predicted(self:Door,
+    said:Any,            # text or token ids; None: nothing
+)->tuple[int, ...]:      # token ids
+    "What a client thinks the answer will be, as far as an answer could go"
     if said is None: return ()
-    try:
-        ids = self.encode(said)
-        check_ids(ids or [0], SamplingParams(), self.vocab_size)
-    except ParamError as e: raise ParamError('prediction', f"prediction: {e}") from None
+    if isinstance(said, str): ids = self._guessed_text(said)
+    elif isinstance(said, (list, tuple)) and all(map(_is_id, said)): ids = [int(i) for i in said]
+    else: raise ParamError('prediction', f"prediction is {type(said).__name__}: give text or a list of token ids")
+    for i in ids:
+        if not 0 <= i < self.vocab_size:
+            raise ParamError('prediction', f"prediction: token id {i} is not in the vocabulary of {self.vocab_size}")
     return tuple(ids[:self.max_model_len])
 
+@patch
+def _guessed_text(self:Door, said:str)->list[int]:
+    if self.tokenizer is None: raise ParamError('prediction', "prediction: without a tokenizer it must be token ids")
+    try: return encode_text(self.tokenizer, said[:64 * self.max_model_len], add_special_tokens=False)
+    except ParamError as e: raise ParamError('prediction', str(e).replace('prompt', 'prediction', 1)) from None
+
+# %% ../nbs/34_door.ipynb #11c1f965
+def _more(user:Any=None, cache_salt:Any=None, use_cache:Any=True, **times:Any)->dict[str, Any]:
+    "Wishes about time, order and cache in Python's own values; `ParamError` for what can't be meant"
+    said = {k: x if x is None and k != 'priority' else check_number(k, x, -1e18, 1e18, 'a finite number')
+            for k, x in times.items()}                  # arrival, deadline, priority
+    if isinstance(user, str): user = check_text('user', user, 0, ANY, 'text')
+    elif user is not None: user = check_number('user', user, -1e18, 1e18, 'text, a number or None')
+    if cache_salt is not None:
+        cache_salt = check_text('cache_salt', cache_salt, 0, 256, 'text of up to 256 characters')
+    return dict(said, user=user, cache_salt=cache_salt, use_cache=check_bool('use_cache', use_cache))
+
+# %% ../nbs/34_door.ipynb #22af94fd
 @patch
 def ask(self:Door,
     prompt:Any,
@@ -126,7 +148,7 @@ def ask(self:Door,
     if not isinstance(params, SamplingParams):
         raise ParamError('params', f"params is {type(params).__name__}: give SamplingParams")
     name = '' if request_id is None else check_text('request_id', request_id, 0, ANY, 'text')
-    more = dict(_more(arrival=arrival, **more), prediction=self._predicted(prediction))
+    more = dict(_more(arrival=arrival, **more), prediction=self.predicted(prediction))
     ids = self.encode(prompt)
     check_ids(ids, params, self.vocab_size)
     if params.stop and self.tokenizer is None:
@@ -140,13 +162,3 @@ def ask(self:Door,
         if not isinstance(why, str): raise self.scheduler.wrong(f"refuses gave {why!r}, not a sentence")
         raise CapacityError('prompt', why)
     return r
-
-def _more(user:Any=None, cache_salt:Any=None, use_cache:Any=True, **times:Any)->dict[str, Any]:
-    "Wishes about time, order and cache in Python's own values; `ParamError` for what can't be meant"
-    said = {k: x if x is None and k != 'priority' else check_number(k, x, -1e18, 1e18, 'a finite number')
-            for k, x in times.items()}                  # arrival, deadline, priority
-    if isinstance(user, str): user = check_text('user', user, 0, ANY, 'text')
-    elif user is not None: user = check_number('user', user, -1e18, 1e18, 'text, a number or None')
-    if cache_salt is not None:
-        cache_salt = check_text('cache_salt', cache_salt, 0, 256, 'text of up to 256 characters')
-    return dict(said, user=user, cache_salt=cache_salt, use_cache=check_bool('use_cache', use_cache))

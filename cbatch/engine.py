@@ -22,7 +22,7 @@ from .metrics import EngineCounters
 from .model import CausalLM
 from .params import EngineConfig, ParamError, SamplingParams, wished
 from .catalog import get_policy
-from .guesses import get_guesses
+from .guesses import Guesses, get_guesses
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
 from .reports import Answer, Draft, Outbox
@@ -44,7 +44,7 @@ class Engine:
         config:EngineConfig,
         runner:Any=None,    # what runs its plans: `start` and `finish`; None: a `ModelRunner`
     ):
-        policy = get_policy(config.policy)
+        policy, guesses = get_policy(config.policy), get_guesses(config, model)
         if config.max_model_len and config.max_model_len > model.max_len:
             have = f"{model.name} has {model.max_len} positions"
             raise ParamError('max_model_len', f"max_model_len={config.max_model_len}: {have}")
@@ -55,7 +55,7 @@ class Engine:
         self.num_blocks = pool_blocks(model, config) if runner is None else runner.num_blocks
         self.num_host_blocks, self.max_model_len = host_blocks(model, config, self.num_blocks), self._longest()
         self.runner = runner or self._runner()
-        self.scheduler = self._scheduler(policy)
+        self.scheduler = self._scheduler(policy, guesses)
         self.door = Door(model, self.scheduler, self.max_model_len)
         self.trace = self._trace() if config.trace else None
         self.scheduler.explain = self.trace is not None
@@ -95,10 +95,10 @@ def _trace(self:Engine)->Trace:
     return Trace(c.max_num_seqs, c.max_num_batched_tokens, c.block_size, self.num_blocks, name, maxlen=n)
 
 @patch
-def _scheduler(self:Engine, policy)->Scheduler:
+def _scheduler(self:Engine, policy, guesses:Guesses|None)->Scheduler:
     blocks = PrefixBlocks(self.num_blocks, self.config.block_size, self.config.prefix_caching)
     s = Scheduler(self.config, blocks, policy, get_preemptor(self.config, self.num_host_blocks))
-    s.guesses = get_guesses(self.config, self.model.vocab_size)
+    s.guesses = guesses
     return s
 
 # %% ../nbs/36_engine.ipynb #98942c0e

@@ -145,7 +145,7 @@ async def admit(self:Front, ask:Ask)->list[Stream]:
     "Streams of all prompts of an ask, or of none; a guessed max_tokens gives way"
     if self.clamps: ask = replace(ask, fixed=False)
     kw:dict[str, Any] = dict(priority=ask.priority, user=ask.user, timeout_s=ask.timeout_s, cache_salt=ask.cache_salt,
-                             quiet=not ask.stream, check=lambda requests: check_answer(ask, requests))
+                             prediction=ask.prediction, quiet=not ask.stream, check=lambda rs: check_answer(ask, rs))
     try:
         prompts = [await self.marked(ask, p) for p in ask.prompts]
         try: return await self.engine.add_many([(p, ask.params) for p in prompts], **kw)

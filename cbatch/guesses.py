@@ -6,10 +6,9 @@
 __all__ = ['Guess', 'Guesser', 'Lookup', 'RowCost', 'Odds', 'Guesses', 'get_guesses']
 
 # %% ../nbs/25_guesses.ipynb #0ba45400
-import numpy as np
 from array import array
-from collections.abc import Callable
 from fastcore.basics import patch
+from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from .core import Plan, Request, Scheduled, StepOutput
@@ -25,14 +24,16 @@ class Guess(NamedTuple):
 class Guesser:
     "Says what may follow; a subclass answers for one request, or for all at once"
     name = 'guesser'
-    costly = False     # does guessing take so long that it must be worth it?
+    costly = False     # does guessing take so long that it must be worth it? Then these two are told:
+    took, each = 0., 0.   # s, of the last answer; s, of one guess more
     def __init_subclass__(cls): cls.name = vars(cls).get('name', cls.__name__)
+    def begin(self, model:Any): pass           # an engine is made that will ask it, for answers of this `CausalLM`
     def guess(self, r:Request, most:int)->Guess: raise NotImplementedError         # at most so many tokens
     def propose(self, rs:list[Request], most:list[int])->list[Guess]:              # one for each
         return [self.guess(r, n) for r, n in zip(rs, most)]
     def forget(self, r:Request): pass                                                # it has ended
 
-# %% ../nbs/25_guesses.ipynb #bec6b997
+# %% ../nbs/25_guesses.ipynb #16bb45bd
 class _Index:
     "The tokens of a request, and for each the place before it where the same pair of tokens ended"
     __slots__ = 'text', 'before', 'heads', 'num_known', 'along'
@@ -46,7 +47,8 @@ class _Index:
         self.heads, self.before = array('i', [-1]) * size, array('i', [-1])
         for i in range(1, len(self.text)): self._link(i)
 
-    def _slot(self, i:int)->int: return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
+    def _slot(self, i:int)->int:
+        return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
 
     def _link(self, i:int):
         k = self._slot(i)
@@ -57,7 +59,7 @@ class _Index:
         "Take in what the request has said since"
         at = len(self.text) - self.num_known
         for i in range(at, len(r.output_ids)):
-            if self.along == i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
+            if i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
             self.text.append(r.output_ids[i])
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
@@ -111,51 +113,58 @@ class Lookup(Guesser):
 
 # %% ../nbs/25_guesses.ipynb #d4774141
 class RowCost:
-    "What a step takes: so much anyway, for each row, and for each guessed row; fitted to the newest steps"
-    prior = np.array([1., .05, .05])                 # in parts of the first
-    points = np.array([[1., 1, 0], [1, 9, 0], [1, 1, 8]])
-    def __init__(self, keep:float=.98):
-        self.keep, self.xx, self.xy, self.num = keep, np.zeros((3, 3)), np.zeros(3), 0
-        self.each = self.prior
+    "What a step takes, in seconds: `base` anyway and `row` for each row; a straight line through the newest steps"
+    def __init__(self,
+        keep:float=.98,    # of its weight that a step keeps with each step after it
+        prior:float=.05,   # what a row costs beside the rest of a step, as long as nothing is known
+    ):
+        self.keep, self.prior, self.num = keep, prior, 0
+        self.base, self.row = 1., prior
+        self.sums:tuple[float, ...] = (0.,) * 5      # of 1, rows, seconds, rows x rows, rows x seconds
 
-    def seen(self, rows:int, guessed:int, seconds:float):
-        "A step of so many rows, and so many guessed ones beside them, took so long"
-        x, self.num = np.array([1., rows, guessed]), self.num + 1
-        if self.num > 8: seconds = min(seconds, 3 * float(self.each @ x))    # a hiccup is not what steps cost
-        self.xx, self.xy = self.keep * self.xx + np.outer(x, x), self.keep * self.xy + seconds * x
-        level = self.xy[0] / (self.xx[0] @ self.prior)
-        fit = np.linalg.solve(self.xx + self.points.T @ self.points,
-                              self.xy + level * self.points.T @ (self.points @ self.prior))
-        self.each = np.maximum(fit, level * self.prior / 5)
+    def seconds(self, rows:int)->float: return self.base + self.row * rows
+
+    def seen(self, rows:int, seconds:float):
+        "A step of so many rows took so long"
+        self.num += 1
+        if self.num > 8: seconds = min(seconds, 3 * self.seconds(rows))      # a hiccup is not what steps cost
+        new = 1, rows, seconds, rows * rows, rows * seconds
+        n, x, y, xx, xy = self.sums = tuple(self.keep * a + b for a, b in zip(self.sums, new))
+        likely = y / n * self.prior / (1 + self.prior * x / n)
+        row = (xy - x * y / n + 16 * likely) / (xx - x * x / n + 16)
+        self.row = min(max(row, likely / 5), y / x)
+        self.base = (y - self.row * x) / n
 
 # %% ../nbs/25_guesses.ipynb #c082a1d9
 class Odds:
     "How often guesses hold, learned from those that were checked: by temperature and by what spoke for them"
-    def __init__(self, most:int=12):
-        self.most, self.table = most, dict[int, list[float]]()     # of each kind and match: held, checked
+    def __init__(self, most:int=12): self.most, self.table = most, dict[int, list[list[float]]]()
 
-    def _at(self, r:Request, match:int)->int:
-        p = r.params
-        return (0 if p.greedy else 1 + min(int(4 * p.temperature), 7)) * 100 + min(match, self.most)
+    def of(self, r:Request)->list[list[float]]: # held and checked, for each match; before the first, one of two
+        kind = 0 if r.params.greedy else 1 + min(int(4 * r.params.temperature), 7)
+        return self.table.get(kind) or self.table.setdefault(kind, [[1., 2.] for _ in range(self.most + 1)])
 
     def seen(self, r:Request, match:int, held:bool):
         "A guess with so much in its favour was checked"
-        t = self.table.setdefault(self._at(r, match), [1., 2.])
-        t[0] += held; t[1] += 1
-        if t[1] > 200: t[0] /= 2; t[1] /= 2
+        t = self.of(r)[min(match, self.most)]
+        t[0] += held
+        t[1] += 1
+        if t[1] > 200: t[:] = t[0] / 2, t[1] / 2
 
     def each(self, r:Request, guess:Guess)->list[float]:
         "For each token of a guess, how likely it is that it holds, and all before it"
-        p, out = 1., []
-        for j in range(len(guess.tokens)):
-            held, checked = self.table.get(self._at(r, guess.match + j), (1., 2.))
-            p *= held / checked
+        p, rate, out, rates = 1., .5, [], self.of(r)
+        for match in range(guess.match, guess.match + len(guess.tokens)):
+            held, checked = rates[min(match, self.most)]
+            if checked > 2: rate = held / checked         # else like the one before
+            p *= rate
             out.append(p)
         return out
 
 # %% ../nbs/25_guesses.ipynb #b613b33d
 class Guesses:
     "Adds guesses to a plan, from what nobody else wants, and learns what became of them"
+    margin = 1.4       # a guess must be worth so much more than its row
     def __init__(self,
         guesser:Guesser,
         most:int=8,            # guesses for a request in a step
@@ -178,6 +187,7 @@ def _most(self:Guesses, s:Scheduler, x:Scheduled)->int:
         raise s.wrong(f"guess gave {most!r} tokens to {r.request_id}: give a whole number, at most {n}")
     return most
 
+# %% ../nbs/25_guesses.ipynb #8ecf422d
 @patch
 def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
     "What the guesser says, looked at: a token that is none would be computed like any other"
@@ -186,87 +196,94 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         raise ValueError(f"guesser {self.guesser.name}: propose gave {said!r:.80}: give a list with a Guess for each")
     out = []
     for g, n in zip(said, most):
-        try: tokens = [int(t) for t in g.tokens[:n]]
+        try: tokens, match = [int(t) for t in g.tokens[:n]], max(0, int(g.match))
         except (TypeError, ValueError, AttributeError): tokens = [-1]
         if any(not 0 <= t < self.vocab_size for t in tokens):
             raise ValueError(f"guesser {self.guesser.name}: {g!r:.80} is no Guess of tokens below {self.vocab_size}")
-        out.append(Guess(tokens, g.match))
+        out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #3ee2e3e1
+# %% ../nbs/25_guesses.ipynb #f83ca6ff
 @patch
-def _worth(self:Guesses, plan:Plan, rs:list[Request], guesses:list[Guess])->list[int]:
-    "How many tokens of each guess make tokens per second most: the likeliest first, as long as each adds more than it costs"
-    odds = [self.odds.each(r, g) for r, g in zip(rs, guesses)]
-    every = sorted(((p, i) for i, ps in enumerate(odds) for p in ps), key=lambda x: -x[0])[:plan.left]
-    taken, (base, row, more) = [0] * len(rs), self.cost.each
-    tokens, seconds = sum(x.rows > 0 for x in plan.scheduled), base + row * plan.num_tokens
-    for p, i in every:
-        if self.when == 'pays' and p * seconds <= more * tokens: break
-        tokens, seconds, taken[i] = tokens + p, seconds + more, taken[i] + 1
+def _worth(self:Guesses,
+    plan:Plan,
+    odds:list[list[float]], # for each request, how likely so many of its guesses hold
+    each:float=0.,          # s, that a guess takes beside its row
+)->list[int]:               # guesses for each
+    "Take guesses, the likeliest first, as long as each makes more tokens per second"
+    tokens, seconds = sum(x.rows > 0 for x in plan.scheduled) + 0., self.cost.seconds(plan.num_tokens)
+    row, taken = self.cost.row + each, [0] * len(odds)
+    price = self.margin * row if self.when == 'pays' else 0.
+    some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > price * tokens]
+    for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left - plan.num_padding]:
+        if p * seconds <= price * tokens: break
+        tokens, seconds, taken[i] = tokens + p, seconds + row, taken[i] + 1
     return taken
 
 @patch
-def _room(self:Guesses, s:Scheduler, r:Request, stop:int, n:int, guess:Guess)->int:
-    "How many of `n` guesses find room: in its last block, in blocks that nobody needs; what others may find again only if it is likely used"
-    size, b = s.blocks.block_size, s.blocks
-    have = len(r.block_table) * size - stop
+def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int:
+    "How many guesses find room: in its last block, in blocks that nobody needs; in what others may find only if likely"
+    b, n = s.blocks, len(odds)
+    have = len(r.block_table) * b.block_size - stop
     if n <= have: return n
-    need = -(-(n - have) // size)
-    free, idle, odds = b.num_free_blocks - s.promised - s.watermark, b.num_idle(need), self.odds.each(r, guess)
-    for k in range(need):
-        first = have + k * size
-        if k >= free or k >= idle and odds[first] <= .5: return first
-    return n
+    starts = range(have, n, b.block_size)           # the first guess in each block
+    free, idle = b.num_free_blocks - s.promised - s.watermark, b.num_idle(len(starts))
+    return next((first for k, first in enumerate(starts) if k >= free or k >= idle and odds[first] <= .5), n)
 
 # %% ../nbs/25_guesses.ipynb #b565f0ef
+@patch
+def _worth_asking(self:Guesses, plan:Plan, rs:list[Request], most:list[int])->list[int]:
+    "Of whom takes its time, only as much is asked as would pay; now and then one, lest that stay so for ever"
+    most = self._worth(plan, [self.odds.each(r, Guess([0] * n)) for r, n in zip(rs, most)], self.guesser.each)
+    self.num_dry = 0 if any(most) else self.num_dry + 1
+    return [1] * len(rs) if self.num_dry % 50 == 49 else most
+
 @patch
 def add(self:Guesses, s:Scheduler, plan:Plan):
     "Let those who decode have guesses"
     self.asked = {}
-    if not (some := [(i, n) for i, x in enumerate(plan.scheduled) if (n := self._most(s, x)) > 0]): return
+    some = [(i, n) for i, x in enumerate(plan.scheduled) if (n := self._most(s, x)) > 0]
+    if not some or plan.left <= plan.num_padding: return
     rs, most = [plan.scheduled[i].request for i, _ in some], [n for _, n in some]
-    if self.guesser.costly: most = self._worth(plan, rs, [Guess([0] * n) for n in most])
-    if not any(most):
-        self.num_dry += 1
-        if self.num_dry % 50 or plan.left < len(rs): return
-        most = [1] * len(rs)                                  # does it still not pay?
-    guesses = self._ask(rs, most)
-    self.asked = dict(zip(rs, guesses))
-    counts = [min(len(g.tokens), n) for g, n in zip(guesses, most)] if self.guesser.costly else self._worth(plan, rs, guesses)
-    for (i, _), r, g, n in zip(some, rs, guesses, counts):
+    if self.guesser.costly: most = self._worth_asking(plan, rs, most)
+    if not any(most): return
+    self.asked = dict(zip(rs, self._ask(rs, most)))
+    odds = [self.odds.each(r, g) for r, g in self.asked.items()]
+    for (i, _), r, ps, n in zip(some, rs, odds, self._worth(plan, odds)):
         x = plan.scheduled[i]
-        n = self._room(s, r, x.stop, min(n, plan.left), g)
-        if n < 1: continue
+        if not (n := self._room(s, r, x.stop, ps[:n])): continue
         s.lend(r, x.stop + n, plan)
-        plan.scheduled[i] = x._replace(draft=tuple(g.tokens[:n]), rows=1 + n)
+        plan.scheduled[i] = x._replace(draft=tuple(self.asked[r].tokens[:n]), rows=1 + n)
         plan.left -= n
 
+# %% ../nbs/25_guesses.ipynb #d933556c
 @patch
 def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
-    "What became of the guesses of a step, and how long it took"
-    guessed, plain = 0, not plan.padding
+    "What became of the guesses of a step, computed or not, and how long it took"
+    plain = not plan.padding
     for x in plan.scheduled:
         r, got = x.request, out.sampled.get(x.request.request_id, [])
-        plain, guessed = plain and bool(got) and x.stop - x.start == 1, guessed + len(x.draft)
+        plain = plain and bool(got) and x.stop - x.start == 1
         if x.draft:
             r.num_guessed += len(x.draft)
             r.num_accepted += max(0, len(got) - 1)
-        for j, (token, true) in enumerate(zip(g.tokens if (g := self.asked.get(r)) else (), got)):
-            self.odds.seen(r, g.match + j, token == true)
-            if token != true: break
+        if not (g := self.asked.get(r)): continue
+        for match, (token, true) in enumerate(zip(g.tokens, got), g.match):
+            self.odds.seen(r, match, token == true)
+    seconds = now - plan.now - (self.guesser.took if self.asked else 0.)
     self.asked = {}
-    if plain and plan.scheduled and now > plan.now:
-        self.cost.seen(plan.num_tokens - guessed, guessed, now - plan.now)
+    if plain and plan.scheduled and seconds > 0: self.cost.seen(plan.num_tokens, seconds)
 
 # %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(
     config:EngineConfig,
-    vocab_size:int=1<<31, # of the model
+    model:Any=None,       # a `CausalLM`, whose tokens are guessed; None: not there yet
 )->Guesses|None:
-    "What `EngineConfig.guesses` stands for; None: nobody guesses"
+    "What `EngineConfig.guesses` stands for, looked at; None: nobody guesses, or not yet"
     g = config.guesses
     if g == 'off': return None
     if g == 'lookup': g = Lookup()
     if not isinstance(g, Guesser): raise ParamError('guesses', f"guesses={g!r:.80}: must be off, lookup, or a Guesser")
-    return Guesses(g, config.max_guesses, config.guess_when, vocab_size)
+    if model is None: return None
+    g.begin(model)
+    return Guesses(g, config.max_guesses, config.guess_when, model.vocab_size)

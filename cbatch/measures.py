@@ -93,7 +93,7 @@ def begin(self:Line, rec:StepRecord, num_free:int):
 def end(self:Line, rec:StepRecord):
     "The step is over"
     for r, n, before, sampled in rec.scheduled:
-        if r in self.tokens: self.tokens[r] = max(self.tokens[r], before + n + sampled)
+        if r in self.tokens: self.tokens[r] = max(self.tokens[r], before + n + (sampled > 0))
     for r, _ in rec.finished:
         self.seated.discard(r)
         self.tokens.pop(r, None)
@@ -111,10 +111,13 @@ class Pool:
     def leave(self, r:str):
         "A request gives its blocks back"
         self.num_tokens -= self.written.pop(r, 0)
-        for b in (table := self.tables.pop(r, [])):
-            self.holders[b] -= 1
-            if not self.holders[b]: del self.holders[b]
-        self.num_entries -= len(table)
+        for b in self.tables.pop(r, []): self._drop(b)
+
+    def _drop(self, b:int):
+        "A block leaves a table"
+        self.num_entries -= 1
+        self.holders[b] -= 1
+        if not self.holders[b]: del self.holders[b]
 
     def write(self, r:str, n:int):
         "So many of its tokens have KV"
@@ -144,6 +147,8 @@ def begin(self:Pool, rec:StepRecord):
 
 @patch
 def end(self:Pool, rec:StepRecord):
+    for r, (_, _, back) in rec.guessed.items():          # what its guesses had
+        for _ in range(back): self._drop(self.tables[r].pop())
     for r, _ in rec.finished: self.leave(r)
 
 # %% ../nbs/63_measures.ipynb #775fe960
@@ -166,11 +171,11 @@ class Shares:
         self.here[user] += 1
         self.prompt_len[r], self.done[r] = prompt_len, 0
 
-    def serve(self, r:str, stop:int, sampled:int):
-        "Its first `stop` tokens are computed or were found: what is computed once more is no service"
+    def serve(self, r:str, stop:int, known:int):
+        "Of its `known` tokens the first `stop` are computed or were found: what is computed once more is no service"
         n, user = self.prompt_len[r], self.user_of.get(r)
-        new = max(0, min(stop, n) - self.done[r]) + 2 * max(0, stop + sampled - max(n, self.done[r]))
-        self.done[r] = max(self.done[r], stop + sampled)
+        new = max(0, min(stop, n) - self.done[r]) + 2 * max(0, known - max(n, self.done[r]))
+        self.done[r] = max(self.done[r], known)
         self.served[user] += new
 
 # %% ../nbs/63_measures.ipynb #44e232d7
@@ -180,7 +185,7 @@ def step(self:Shares, rec:StepRecord, line:dict[str, float]):
     for r, n, _ in rec.arrived: self.come(r, n)
     self.waiting = Counter(self.user_of.get(r) for r in line)
     for r, n, before, sampled in rec.scheduled:
-        if r in self.done: self.serve(r, before + n, sampled)
+        if r in self.done: self.serve(r, before + n, before + n + (sampled > 0))
     for r, _ in rec.finished:
         if self.done.pop(r, None) is not None: self.here[self.user_of.get(r)] -= 1
     levels = [self.served[u] for u in self.waiting if u in self.served]
@@ -191,7 +196,7 @@ def step(self:Shares, rec:StepRecord, line:dict[str, float]):
 class Account:
     "What the steps of a run add up to"
     num_steps:int = 0
-    num_sampled:int = 0            # tokens
+    num_sampling:int = 0           # slot-steps that gave somebody tokens
     num_idle:int = 0               # slot-steps without a request
     num_padding:int = 0            # tokens computed for nobody
     num_preemptions:int = 0
@@ -222,7 +227,7 @@ def account(
         a.empty_s += pool.empty * (took := rec.end - rec.start)
         a.held_s += len(pool.holders) * size * took
         a.num_steps += 1
-        a.num_sampled += sum(s[3] for s in rec.scheduled)
+        a.num_sampling += sum(s[3] > 0 for s in rec.scheduled)
         a.num_idle += slots - len(rec.scheduled)
         a.num_padding += sum(n for n, _ in rec.padding)
         a.num_preemptions += len(rec.preempted)
@@ -244,7 +249,7 @@ class Measure:
 
 MEASURES = {m.key: m for m in (
     Measure('tokens_per_s', 'tok/s', '.1f', 1, 'useful tokens (sampled for somebody) / s of the whole run'),
-    Measure('slot_utilisation', 'slots', '.1%', 1, 'sampled tokens / (slots x steps)'),
+    Measure('slot_utilisation', 'slots', '.1%', 1, 'slots x steps that brought a token / all of them'),
     Measure('num_steps', 'steps', 'd', 0, 'runs of the model'),
     Measure('num_idle', 'idle', 'd', -1, 'slots x steps without a request, computed as padding or not'),
     Measure('num_padding', 'padding', 'd', -1, 'tokens computed for nobody'),
@@ -260,7 +265,7 @@ MEASURES = {m.key: m for m in (
 
 # %% ../nbs/63_measures.ipynb #46bb5b5c
 MEASURES |= {m.key: m for m in (
-    Measure('itl_p50_s', 'ITL50', '.4f', -1, 's between neighbouring tokens, all gaps of all requests, median'),
+    Measure('itl_p50_s', 'ITL50', '.4f', -1, 's between steps that brought a request tokens, all gaps, median'),
     Measure('itl_p95_s', 'ITL95', '.4f', -1, 'the same, 95th percentile'),
     Measure('itl_p99_s', 'ITL99', '.4f', -1, 'the same, 99th percentile'),
     Measure('e2e_mean_s', 'E2E s', '.2f', -1, 's from arrival to end, mean'),
@@ -303,7 +308,7 @@ def judge(
     same = 'num_steps', 'num_idle', 'num_padding', 'num_preemptions', 'kv_waste'
     d:dict[str, Any] = {k: getattr(a, k) for k in same} | dict(num_failed=len(served.sent) - len(ms))
     d |= dict(tokens_per_s=sum(len(m.token_times) for m in ms) / took if took else 0.,
-              slot_utilisation=a.num_sampled / max(1, a.num_steps * served.config.max_num_seqs),
+              slot_utilisation=a.num_sampling / max(1, a.num_steps * served.config.max_num_seqs),
               hol_s=sum(a.needless.values()), hol_by=a.needless, fairness_gap=a.gap if users else None,
               num_recomputed=sum(m.num_recomputed_tokens for m in ms), num_cached=sum(m.num_cached_tokens for m in ms))
     of = dict(ttft=ttft_s, tpot=tpot_s, e2e=e2e_s)

@@ -31,8 +31,9 @@ def e2e_s(m:RequestMetrics)->float|None:
     return None if m.finished_at is None else m.finished_at - m.arrival
 
 def itls_s(m:RequestMetrics)->list[float]:
-    "The gaps between neighbouring tokens, in seconds"
-    return [b - a for a,b in zip(m.token_times, m.token_times[1:])]
+    "The gaps between steps that brought tokens, in seconds"
+    times = list(dict.fromkeys(m.token_times))
+    return [b - a for a,b in zip(times, times[1:])]
 
 def tpot_s(m:RequestMetrics)->float|None:
     "Mean gap after the first token, (E2E - TTFT) / (n - 1), in seconds; None under two tokens"
@@ -80,8 +81,14 @@ class EngineCounters:
         "Slot-steps that gave somebody a token / (max_num_seqs x steps)"
         return self.num_sampling / self.num_slot_steps if self.num_slot_steps else 0.
 
+    @property
+    def accepted_share(self)->float|None:
+        "Of the tokens that were guessed, those that held; None where nobody guesses"
+        return self.num_accepted_tokens / self.num_guessed_tokens if self.num_guessed_tokens else None
+
     def as_dict(self)->dict[str, Any]:
-        return {**asdict(self), 'finished': dict(self.finished), 'slot_utilisation': self.slot_utilisation}
+        ratios = dict(slot_utilisation=self.slot_utilisation, accepted_share=self.accepted_share)
+        return {**asdict(self), 'finished': dict(self.finished), **ratios}
 
 # %% ../nbs/30_metrics.ipynb #7cf2112f
 @patch
@@ -151,26 +158,33 @@ ROWS = [  # key, label, format, definition
     ('num_failed', 'failed requests', 'd', 'ended by an error or an abort; not in the latencies below'),
     ('num_output_tokens', 'useful tokens', 'd', 'sampled for somebody; padding is not'),
     ('tokens_per_s', 'useful tokens/s', '.1f', 'useful tokens / wall time'),
-    ('slot_utilisation', 'slot utilisation', '.1%', 'sampled tokens / (slots x steps)'),
+    ('slot_utilisation', 'slot utilisation', '.1%', 'slots x steps that brought a token / all of them'),
     ('num_steps', 'steps', 'd', 'runs of the model'),
     ('num_idle', 'idle slot-steps', 'd', 'slots x steps without a request, computed as padding or not'),
     ('num_prefilling', 'prefilling slot-steps', 'd', 'slots x steps that computed a chunk and sampled nothing yet'),
+    ('num_guessed_tokens', 'guessed tokens', 'd', 'computed as guesses of what comes next'),
+    ('accepted_share', 'guesses kept', '.1%', 'guessed tokens that were the ones to come / guessed tokens'),
     ('num_preemptions', 'preemptions', 'd', 'times a running request lost its KV'),
     ('ttft_p50_s', 'TTFT p50 (s)', '.3f', 'per request: arrival to first token, queueing included'),
     ('ttft_p95_s', 'TTFT p95 (s)', '.3f', None),
     ('tpot_p50_s', 'TPOT p50 (s)', '.4f', 'per request: (E2E - TTFT) / (tokens - 1)'),
-    ('itl_p99_s', 'ITL p99 (s)', '.4f', 'gaps between neighbouring tokens, pooled over requests'),
+    ('itl_p99_s', 'ITL p99 (s)', '.4f', 'gaps between steps that brought tokens, pooled'),
     ('itl_max_s', 'ITL max (s)', '.4f', None),
     ('e2e_p50_s', 'E2E p50 (s)', '.3f', 'per request: arrival to end'),
     ('e2e_p95_s', 'E2E p95 (s)', '.3f', None)]
 
 # %% ../nbs/30_metrics.ipynb #06ff5e65
+def _known(run:dict[str, Any], key:str)->bool:
+    "Has a run such a number? How well it guessed, only if it did"
+    if key == 'num_guessed_tokens': return bool(run.get(key))
+    return run.get(key) is not None
+
 class Comparison:
     "Runs side by side, with definitions; shows itself as text and as HTML"
     def __init__(self, runs:dict[str, dict[str, Any]]):
         self.names = list(runs)
-        self.rows = [(label, [format(r[k], f) if r.get(k) is not None else '-' for r in runs.values()], what)
-                     for k,label,f,what in ROWS if any(r.get(k) is not None for r in runs.values())]
+        self.rows = [(label, [format(r[k], f) if _known(r, k) else '-' for r in runs.values()], what)
+                     for k,label,f,what in ROWS if any(_known(r, k) for r in runs.values())]
 
     def __repr__(self):
         w = max(10, *map(len, self.names)) + 2
@@ -241,5 +255,5 @@ def head_of_line_s(
         if not busy: total += blocked(rec.start, rec.end, slots - len(state.slots), state.num_free_blocks)
         last, free = rec.end, (slots - len(state.slots) + len(state.ending), rec.num_free_blocks)
         for r, n, num_before, sampled in rec.scheduled:
-            if r == request_id: num_tokens = max(num_tokens, num_before + n + sampled)
+            if r == request_id: num_tokens = max(num_tokens, num_before + n + (sampled > 0))
     return total

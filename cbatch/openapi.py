@@ -27,6 +27,8 @@ def _prompts(f:Field)->dict[str, Any]: return _any(_SOME, _IDS, _list(f, 1, _any
 
 _PART = dict(type='object', required=['type', 'text'], properties=dict(type=dict(const='text'), text=_TEXT))
 _CONTENT = _any(_TEXT, dict(type='array', minItems=1, items=_PART))
+_SAID = dict(type='object', required=['type', 'content'], additionalProperties=False,
+             properties=dict(type=dict(const='content'), content=_CONTENT))
 _MESSAGE = dict(type='object', required=['role', 'content'], additionalProperties=False,
                 properties=dict(role=dict(enum=[*CHAT_ROLES]), content=_CONTENT, name=_TEXT))
 
@@ -37,7 +39,8 @@ _SCHEMAS:dict[str, Callable[[Field], dict[str, Any]]] = dict(
     text=lambda f: dict(type='string', minLength=f.least, maxLength=f.most),
     texts=lambda f: _any(_LINE, _list(f, 0, _LINE)), ids=lambda f: _list(f, f.least, _ID), bias=_bias, prompts=_prompts,
     options=lambda f: dict(type='object', properties=dict(include_usage=dict(type='boolean'))),
-    messages=lambda f: _list(f, 1, _MESSAGE))
+    messages=lambda f: _list(f, 1, _MESSAGE), predicted=lambda f: _SAID,
+    expected=lambda f: _any(_SAID, _TEXT, dict(type='array', items=_ID)))
 
 # %% ../nbs/46_openapi.ipynb #cbd48743
 def _property(f:Field)->dict[str, Any]:

@@ -148,7 +148,9 @@ ELSEWHERE = dict(
     random_seed='seed', top_logprobs='logprobs', bad_words_ids='bad_words', torch_dtype='dtype', scheduling='policy',
     max_batch_size='max_num_seqs', max_seq_len='max_model_len', num_gpu_blocks_override='num_blocks',
     swap_space='swap_mb', enable_prefix_caching='prefix_caching', enforce_eager='cuda_graphs (False is eager)',
-    mem_fraction_static='gpu_memory_utilization')   # what other frameworks say: what it is called here
+    mem_fraction_static='gpu_memory_utilization', speculative_config='guesses (and max_guesses)',
+    speculative_model='guesses', num_speculative_tokens='max_guesses', prompt_lookup_num_tokens='max_guesses',
+    assistant_model='guesses')   # what other frameworks say: what it is called here
 
 def near(
     name:str,
@@ -235,7 +237,8 @@ def _bias(given:Any)->dict[int, float]:
 
 # %% ../nbs/00_params.ipynb #1caccada
 BESIDE = dict(use_tqdm='LLM.generate and chat', tools='LLM.chat') | dict.fromkeys(
-    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache'), 'LLM.add, a prompt at a time')
+    ('request_id', 'arrival', 'priority', 'user', 'deadline', 'cache_salt', 'use_cache', 'prediction'),
+    'LLM.add, a prompt at a time')
 
 def wished(
     params:Any,             # `SamplingParams`, a list of them, or None
@@ -334,12 +337,12 @@ def _sizes(c:EngineConfig)->dict[str, Any]:
 _CHOICES = dict(preemption=('recompute', 'swap'), load_format=('auto', 'dummy'), products=('auto', 'panels', 'onednn'),
                 weights=('auto', 'kept', 'unpacked'),
                 guess_when=('pays', 'always'))
-
+_OPEN = 'device', 'policy', 'backend', 'victim', 'guesses', 'force_preempt'   # looked at where they are made
 _DTYPES = 'auto', 'float32', 'bfloat16', 'float16'
 
 def _choices(c:EngineConfig)->dict[str, Any]:
     "The choices of a configuration; `ParamError` for one that there is not"
-    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, 'device', 'policy', 'backend', 'victim', 'force_preempt', 'guesses')}
+    said = {k: plain(getattr(c, k)) for k in (*_CHOICES, *_OPEN)}
     for k, names in _CHOICES.items():
         if said[k] not in names: raise ParamError(k, f"{k}={said[k]!r}: must be {' or '.join(names)}")
     dtype = str(c.dtype).removeprefix('torch.') if type(c.dtype).__name__ == 'dtype' else plain(c.dtype)

@@ -13,8 +13,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from .core import StepRecord
 from .metrics import compare
-from .trace import Trace
-from .views import COLORS, bars, named, request_colors, slot_timeline, span
+from .trace import Trace, words_of
+from .views import COLORS, bars, guess_bars, named, request_colors, slot_timeline, span
 
 # %% ../nbs/32_player.ipynb #6de650d4
 def _ticks(lo:float, hi:float, least:float=0)->list[float]:
@@ -28,6 +28,9 @@ def _ticks(lo:float, hi:float, least:float=0)->list[float]:
 _HATCH = (
     '<pattern id="cbatch-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<path d="M0 0V6"/></pattern>')
+_REJECTED = (
+    '<pattern id="cbatch-rejected" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="4" height="4" fill="#fff"/><path d="M0 0V4"/></pattern>')
 
 def timeline_svg(
     trace:Trace,
@@ -38,28 +41,37 @@ def timeline_svg(
     num, (lo, hi), left = trace.facts['max_num_seqs'], span(trace, by), 34
     h, length = 20 if num <= 12 else 12, length or hi - lo
     def x(t): return round(left + (t - lo) * (1000 - left) / length, 1)
-    def rect(cls, slot, a, b, tip=''):
-        w = max(x(b) - x(a) - .7, 2.5)
-        return f'<rect class="{cls}" x="{x(a)}" y="{slot * h + 1}" width="{w:.1f}" height="{h - 2}">{tip}</rect>'
+    def rect(cls, slot, a, b, tip='', low=0, high=1):    # of its slot's height, from below
+        w, y, tall = max(x(b) - x(a) - .7, 2.5), slot * h + 1 + (1 - high) * (h - 2), (high - low) * (h - 2)
+        return f'<rect class="{cls}" x="{x(a)}" y="{y:g}" width="{w:.1f}" height="{tall:g}">{tip}</rect>'
     def text(cls, x, y, words): return f'<text class="{cls}" x="{x}" y="{y + 3.5}">{escape(words)}</text>'
-    every = bars(trace, by)
+    every, tried = bars(trace, by), guess_bars(trace, by)
+    unit = .6 / max((c.guessed for c in tried), default=1)
     out = [rect(cls, i, lo, hi) for cls in ('idle', 'hatch') for i in range(num)]
     for b in every:
         out.append(rect(b.kind, b.slot, b.start, b.stop, f'<title>{escape(b.request_id or "")} {b.kind}</title>'))
+    for c in tried:
+        tip = f'<title>{escape(c.request_id)} {c.guessed:.3g} guessed, {c.kept:.3g} kept</title>'
+        at = c.slot, c.start, c.stop, tip
+        out += [rect('guessed', *at, 0, c.kept * unit)] * (c.kept > 0)
+        out += [rect('rejected', *at, c.kept * unit, c.guessed * unit)] * (c.kept < c.guessed)
     for b in named(every, length / 120):
         out.append(text('on ' + b.kind, x((b.start + b.stop) / 2), (b.slot + .5) * h, b.request_id or ''))
     out += [text('', left - 14, (i + .5) * h, str(i)) for i in range(0, num, 1 if h > 12 else 4)]
     out += [text('', x(t), num * h + 11, f'{t:g}') for t in _ticks(lo, lo + length, by == 'step')]
     box = f'viewBox="0 0 1000 {num * h + 18}" role="img" aria-label="slot timeline"'
-    return f'<svg {box}>{_HATCH}{"".join(out)}</svg>'
+    return f'<svg {box}>{_HATCH}{_REJECTED if tried else ""}{"".join(out)}</svg>'
 
 # %% ../nbs/32_player.ipynb #1f56179b
 CSS = """
 .cb{font:13px/1.45 system-ui,sans-serif;max-width:1100px;margin:12px 0 30px} .cb *{box-sizing:border-box}
 .cb img{max-width:100%;background:#fff} .cb svg{display:block;width:100%;height:auto;cursor:crosshair}
 .cb svg text{font-size:10px;fill:currentColor;text-anchor:middle} .cb svg text.on{fill:#111;pointer-events:none}
-.cb svg text.decode{fill:#fff} .cb svg path{stroke:#888;stroke-opacity:.5;stroke-width:2}
-.cb svg .hatch{fill:url(#cbatch-hatch)}
+.cb svg text.decode{fill:#fff;paint-order:stroke;stroke:#0072B2;stroke-width:2px}
+.cb svg path{stroke:#888;stroke-opacity:.5;stroke-width:2} .cb svg .hatch{fill:url(#cbatch-hatch)}
+.cb svg #cbatch-rejected path{stroke:#56B4E9;stroke-opacity:1} .cb svg .rejected{fill:url(#cbatch-rejected)}
+.cb i.rejected{background:repeating-linear-gradient(135deg,#fff 0 2px,#56B4E9 2px 3.5px)}
+.cb .bar .guessed,.cb .bar .rejected{min-width:3px}
 .cb svg .cur{fill:currentColor;fill-opacity:.16;stroke:currentColor;pointer-events:none}
 .cb .top{display:flex;flex-wrap:wrap;gap:4px 18px;align-items:baseline;margin-bottom:6px} .cb .top b{font-size:15px}
 .cb .key{display:inline-flex;align-items:center;gap:5px;margin-right:12px}
@@ -104,7 +116,7 @@ CONTROLS = """
 # %% ../nbs/32_player.ipynb #87f74d81
 def _said(rec:StepRecord)->list[tuple[str|None, str]]:
     "What a step decided about whom, in words; None: about nobody in particular"
-    about = [(d.request_id, str(d)) for d in rec.decisions]
+    about = [(d.request_id, words_of(d, rec)) for d in rec.decisions]
     if rec.padding: about.append((None, f'padding: {sum(n for n, _ in rec.padding)} tokens computed for nobody'))
     return about
 
@@ -118,17 +130,18 @@ def frames(
     zero = trace.records[0].start
     prompt, total, cached, steps = [0] * len(num), [1] * len(num), [0] * len(num), []
     for i, (rec, state) in enumerate(trace.replay()):
-        share = {r: n for r,n,_,_ in rec.scheduled}
+        share, tried = {r: n for r,n,_,_ in rec.scheduled}, {r: x[:2] for r,x in rec.guessed.items() if x[0]}
         for r in state.slots:
             k, n = num[r], state.computed[r] + share.get(r, 0)
-            prompt[k], total[k] = state.requests[r][0], max(total[k], n)
+            failed = tried[r][0] - tried[r][1] if r in tried else 0
+            prompt[k], total[k] = state.requests[r][0], max(total[k], n + failed)
             if r in rec.admitted: cached[k] = state.computed[r]
         if i < skip: continue
         held, waiting = {b: num[r] for r,bs in state.blocks.items() for b in bs}, state.waiting
         steps.append(dict(
             n=rec.step, t=round(rec.start - zero, 6), w=len(waiting), free=state.num_free_blocks,
             q=[num[r] for r in waiting[:40]],
-            run=[[slot, num[r], state.computed[r], share.get(r, 0)] for r,slot in state.slots.items()],
+            run=[[i, num[r], state.computed[r], share.get(r, 0), *tried.get(r, ())] for r,i in state.slots.items()],
             moved=[[b, held.get(b, -1)] for b in {**owner, **held} if owner.get(b) != held.get(b)],
             said=[[num.get(r, -1), texts.setdefault(what, len(texts))] for r,what in _said(rec)],
             end=[[num[r], why] for r,why in rec.finished]))
@@ -155,11 +168,12 @@ JS = """
   function seat(slot, s) {
     const r = s.run.find(r => r[0] == slot), no = `<div class="seat"><span class="no">${slot}</span>`;
     if (!r) return no + '<span></span><span class="bar idle"></span><span></span></div>';
-    const [, i, before, n] = r, prompt = d.prompt[i], all = d.total[i], done = before + n;
+    const [, i, before, n, guessed = 0, kept = 0] = r, prompt = d.prompt[i], all = d.total[i], done = before + n;
     const cached = Math.min(d.cached[i], prompt, done), over = s.end.find(e => e[0] == i);
     const said = s.said.filter(w => w[0] == i).map(w => d.texts[w[1]]).join(', ') || (n ? n + ' tokens' : 'idle');
     const bar = part('cached', cached, all) + part('prefill', Math.min(done, prompt) - cached, all) +
-      part('decode', done - prompt, all), ends = over ? ', <b>' + esc(over[1]) + '</b>' : '';
+      part('decode', done - kept - prompt, all) + (kept ? part('guessed', kept, all) : '') +
+      (guessed > kept ? part('rejected', guessed - kept, all) : ''), ends = over ? ', <b>' + esc(over[1]) + '</b>' : '';
     return no + `<span>${name(i)}</span><span class="bar" title="${done} of ${all} tokens">${bar}</span>` +
       `<span title="${esc(said)}">${esc(said)}${ends}</span></div>`;
   }
@@ -230,7 +244,9 @@ JS += """
 def _key(*traces:Trace)->str:
     "The colours that some traces need"
     kinds = {'idle', *(b.kind for t in traces for b in bars(t))}
-    keys = [f'<span class="key"><i class="{k}"></i>{k}</span>' for k in COLORS if k in kinds]
+    names = {k: k for k in COLORS if k in kinds}
+    if any(guess_bars(t) for t in traces): names |= dict(guessed='guess kept', rejected='guess rejected')
+    keys = [f'<span class="key"><i class="{k}"></i>{name}</span>' for k,name in names.items()]
     return f'<span>{"".join(keys)}</span>'
 
 # %% ../nbs/32_player.ipynb #7717b44c

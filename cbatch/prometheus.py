@@ -47,7 +47,7 @@ class Distribution(NamedTuple):
 _D, _ENDED = Distribution, 'requests that ended by stop or length'
 TIMES = dict(
     time_to_first_token_seconds=_D('From arrival, before tokenisation, to the first token; when it comes', TTFT),
-    inter_token_latency_seconds=_D('Between neighbouring tokens of an answer; when the second comes', ITL),
+    inter_token_latency_seconds=_D('Between steps that brought an answer tokens; when the second ends', ITL),
     request_time_per_output_token_seconds=_D(f'(End - first token) / (tokens - 1); {_ENDED} and have one answer', ITL),
     e2e_request_latency_seconds=_D(f'From arrival to the end; {_ENDED}, as all below', LATENCY),
     request_queue_time_seconds=_D('From arrival to the first step that gave it tokens', LATENCY),
@@ -62,7 +62,7 @@ SIZES = dict(
     request_params_max_tokens=_D('Tokens that an answer might have had'),
     request_params_n=_D('Answers asked for', COUNTS),
     request_num_preemptions=_D('Times that it lost its place', COUNTS),
-    iteration_tokens_total=_D('Tokens computed in a step, of prompts and answers', STEP_TOKENS))
+    iteration_tokens_total=_D('Tokens computed in a step, of prompts and answers, and guesses', STEP_TOKENS))
 
 # %% ../nbs/47_prometheus.ipynb #dc1933f2
 class Count(NamedTuple):
@@ -72,10 +72,13 @@ class Count(NamedTuple):
 
 COUNTERS = dict(
     prompt_tokens=Count('Tokens computed of prompts: no cached ones, recomputed ones again', 'num_prompt_tokens'),
-    generation_tokens=Count('Tokens sampled', 'num_sampled_tokens'),
+    generation_tokens=Count('Tokens of answers', 'num_sampled_tokens'),
     num_preemptions=Count('Times that a running request lost its memory', 'num_preemptions'),
     prefix_cache_queries=Count('Prompt tokens of requests that joined the batch', 'num_prefix_asked'),
-    prefix_cache_hits=Count('Of these, tokens found in the cache', 'num_prefix_hit'))
+    prefix_cache_hits=Count('Of these, tokens found in the cache', 'num_prefix_hit'),
+    spec_decode_num_drafts=Count('Times that tokens were guessed for an answer in a step', 'num_guesses'),
+    spec_decode_num_draft_tokens=Count('Tokens guessed', 'num_guessed_tokens'),
+    spec_decode_num_accepted_tokens=Count('Of these, tokens that held', 'num_accepted_tokens'))
 GAUGES = dict(
     num_requests_running=Count('Answers in the batch', 'num_running'),
     num_requests_waiting=Count('Answers in the queue, preempted ones too', 'num_waiting'))
@@ -85,7 +88,7 @@ OWN = dict(      # of the scheduler: no other engine has them under a name we co
     recomputed_tokens=Count('Tokens computed once more after a preemption, of ended answers', 'num_recomputed_tokens'),
     cached_tokens=Count('Prompt tokens not computed because the cache had them, of ended answers', 'num_cached_tokens'),
     swapped_blocks=Count('Blocks copied to the host or back', 'num_swapped_blocks'))
-SLOTS = dict(sampled='num_sampled_tokens', prefilling='num_prefilling', idle='num_idle')   # what a slot did in a step
+SLOTS = dict(sampled='num_sampling', prefilling='num_prefilling', idle='num_idle')   # what a slot did in a step
 
 # %% ../nbs/47_prometheus.ipynb #9b6a00bd
 _REASON:dict[str, str] = {   # why the head of the queue waits: label
@@ -171,7 +174,7 @@ def collect(self:Exporter)->Iterator[Metric]:
     for k, c in GAUGES.items(): yield self._one(GaugeMetricFamily, f'{ours}:{k}', c.what, m[c.key])
     held, what = 1 - m['num_free_blocks'] / m['num_blocks'], 'Share of the KV pool that running requests hold, 0 to 1'
     yield self._one(GaugeMetricFamily, f'{ours}:kv_cache_usage_perc', what, held)
-    what = 'Sampled tokens / (slots x steps), since the start'
+    what = 'Slots x steps that gave somebody a token / (slots x steps), since the start'
     yield self._one(GaugeMetricFamily, f'{own}:slot_utilisation', what, m['slot_utilisation'])
     yield self._one(GaugeMetricFamily, f'{own}:engine_live', 'Is the thread there, and does it get on?', engine.is_live)
     what = 'Steps in a row that brought nothing but errors'
@@ -187,6 +190,8 @@ def _families(self:Exporter, m:dict[str, Any])->Iterator[Metric]:
     head = why_waiting(self.record) if self.record and m['num_waiting'] else None
     waits, what = {k: m['num_waiting'] * (k == head) for k in REASONS}, 'Answers in the queue, by why its head waits'
     yield self._by(GaugeMetricFamily, f'{ours}:num_requests_waiting_by_reason', what, 'reason', waits)
+    held, what = {str(i): n for i, n in enumerate(m['accepted_at'])}, 'Guesses that held, by place: 0 is the first'
+    yield self._by(CounterMetricFamily, f'{ours}:spec_decode_num_accepted_tokens_per_pos', what, 'position', held)
     slots = {k: m[key] for k, key in SLOTS.items()}
     yield self._by(CounterMetricFamily, f'{own}:slot_steps', 'Slots x steps, by what a slot did', 'use', slots)
     yield self._by(CounterMetricFamily, f'{own}:step_seconds', 'Where the time of steps went', 'part', m['spent_s'])
@@ -197,7 +202,8 @@ def stepped(self:Exporter, record:StepRecord|None, metrics:dict[str, Any]):
     "After each step: what it held, and who got a token"
     self.record = record
     if record is None: return
-    if record.scheduled: self.hist['iteration_tokens_total'].observe(sum(n for _, n, _, _ in record.scheduled))
+    lost = sum(guessed - kept for guessed, kept, _ in record.guessed.values())
+    if record.scheduled: self.hist['iteration_tokens_total'].observe(sum(n for _, n, _, _ in record.scheduled) + lost)
     for r, _, arrival in record.arrived: self.since[r] = Since(arrival, False)
     for r, _, _, sampled in record.scheduled:
         if not sampled or r not in self.since: continue
@@ -218,7 +224,7 @@ def finished(self:Exporter, output:RequestOutput, request:Asked):
     if m is None: return             # no engine has made this report
     if self.record is None:          # no trace: `stepped` has seen no token
         since = Since(m.arrival, False)
-        for t in m.token_times:
+        for t in dict.fromkeys(m.token_times):
             self._token(since, t)
             since = Since(t, True)
     if failure_code(output) == 'nan_logits': self.corrupted.inc()

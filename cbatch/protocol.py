@@ -69,6 +69,8 @@ API_FIELDS += [
     Field('add_special_tokens', 'H', 'boolean', default=False, doc='the same, before what the template writes'),
     Field('add_special_tokens', 'T', 'boolean', doc='the same; if absent, true for text and false for messages'),
     Field('include_stop_str_in_output', 'CH', 'boolean', default=False, doc='keep the stop string that ended it'),
+    Field('prediction', 'H', 'predicted', doc='what the answer may be, to have it sooner'),
+    Field('prediction', 'C', 'expected', doc='the same; or text, or token ids'),
     Field('stream', 'CH', 'boolean', default=False, doc='answer as server-sent events'),
     Field('stream_options', 'CH', 'options', doc='include_usage: one last chunk counts the tokens'),
     Field('priority', 'CH', 'integer', -_RANK, _RANK, 0, doc='smaller is more urgent, for policies that look'),
@@ -79,7 +81,7 @@ API_FIELDS += [
 # %% ../nbs/44_protocol.ipynb #6546b65e
 _OF_CHAT = dict(
     tools=([],), functions=([],), tool_choice=('none',), function_call=('none',), response_format=({'type': 'text'},),
-    modalities=(['text'],), audio=(), prediction=(), web_search_options=(), documents=([],),
+    modalities=(['text'],), audio=(), web_search_options=(), documents=([],),
     chat_template=(), chat_template_kwargs=({},), add_generation_prompt=(True,), continue_final_message=(False,))
 _OF_BOTH = dict(
     logits_processors=([],), structured_outputs=(), guided_json=(), guided_regex=(), guided_choice=(),
@@ -168,14 +170,14 @@ def _prompts(f:Field, x:Any, vocab:int)->list[str|list[int]]:
 # %% ../nbs/44_protocol.ipynb #ec30a684
 CHAT_ROLES = dict(system='system', developer='system', user='user', assistant='assistant')   # as sent: as meant
 
-def _content(x:Any, at:str)->str:
+def _content(x:Any, at:str, param:str, between:str)->str:
     if type(x) is str: return x
     if type(x) is not list or not x:
-        bad_request(f"{at}.content={quote(x)}: must be a string or a list of text parts", 'messages')
+        bad_request(f"{at}.content={quote(x)}: must be a string or a list of text parts", param)
     for p in x:
         if type(p) is not dict or p.get('type') != 'text' or type(p.get('text')) is not str:
-            bad_request(f"{at}.content has {quote(p)}: only parts of type text are supported", 'messages')
-    return '\n'.join(p['text'] for p in x)
+            bad_request(f"{at}.content has {quote(p)}: only parts of type text are supported", param)
+    return between.join(p['text'] for p in x)
 
 def _message(m:Any, at:str)->dict[str, str]:
     if type(m) is not dict: bad_request(f"{at}={quote(m)}: must be an object with role and content", 'messages')
@@ -186,7 +188,7 @@ def _message(m:Any, at:str)->dict[str, str]:
     if odd: bad_request(f"{at} has {quote(odd[0])}, which is not supported", 'messages')
     if type(name) is not str or len(name) > LIMITS['text']:
         bad_request(f"{at}.name: must be a short string", 'messages')
-    said = dict(role=CHAT_ROLES[role], content=_content(m.get('content'), at))
+    said = dict(role=CHAT_ROLES[role], content=_content(m.get('content'), at, 'messages', '\n'))
     return said | dict(name=name) if name else said
 
 def _messages(f:Field, x:Any, vocab:int)->list[dict[str, str]]:
@@ -194,10 +196,22 @@ def _messages(f:Field, x:Any, vocab:int)->list[dict[str, str]]:
         bad_request(f"messages: must be a list of 1 to {f.most} messages", 'messages')
     return [_message(m, f'messages[{i}]') for i, m in enumerate(x)]
 
+# %% ../nbs/44_protocol.ipynb #dd2cf7a7
+def _predicted(f:Field, x:Any, vocab:int)->str:
+    _must(type(x) is dict, f, x, 'an object with type and content')
+    if x.get('type') != 'content': bad_request(f"{f.name}.type={quote(x.get('type'))}: must be content", f.name)
+    if odd := [k for k, v in x.items() if k not in ('type', 'content') and v is not None]:
+        bad_request(f"{f.name} has {quote(odd[0])}, which is not supported", f.name)
+    return _content(x.get('content'), f.name, f.name, '')
+
+def _expected(f:Field, x:Any, vocab:int)->str|list[int]:
+    if type(x) is str: return x
+    return _ids(replace(f, most=LIMITS['tokens']), x, vocab) if type(x) is list else _predicted(f, x, vocab)
+
 # %% ../nbs/44_protocol.ipynb #3d5a87f7
 READERS:dict[str, Callable[[Field, Any, int], Any]] = dict(
     integer=_whole, number=_number, boolean=_flag, text=_text, texts=_texts, ids=_ids, bias=_bias, options=_options,
-    only=_only, prompts=_prompts, messages=_messages)
+    only=_only, prompts=_prompts, messages=_messages, predicted=_predicted, expected=_expected)
 
 def read_fields(
     api:str,   # a letter of `APIS`
@@ -221,9 +235,10 @@ def unknown(api:str, body:dict[str, Any])->list[str]:
     known = fields_of(api)
     found, read = odd(body, known), {k: v for k, v in body.items() if k in known}
     found += odd(read.get('stream_options') or {}, _STREAM_OPTIONS, 'stream_options.')
-    for m in read.get('messages') or ():
-        parts = m['content'] if isinstance(m.get('content'), list) else ()
-        found += [k for p in parts for k in odd(p, _PART, 'messages.content.')]
+    said = [('messages', m) for m in read.get('messages') or ()] + [('prediction', read.get('prediction'))]
+    for at, m in said:
+        parts = m['content'] if isinstance(m, dict) and isinstance(m.get('content'), list) else ()
+        found += [k for p in parts for k in odd(p, _PART, f'{at}.content.')]
     return [re.sub(r'[^\w.-]', '?', k, flags=re.A)[:40] for k in dict.fromkeys(found)][:10]
 
 # %% ../nbs/44_protocol.ipynb #eafc7087
@@ -241,6 +256,7 @@ class Ask:
     fixed:bool = False            # the client said how many tokens it wants
     top:int|None = None           # log probabilities beside each token; None: none at all
     show_prompt:bool = False      # prompt_logprobs were asked for by name
+    prediction:str|list[int]|None = None  # what the answer may be
     priority:int = 0
     user:str|None = None
     cache_salt:str|None = None
@@ -307,7 +323,7 @@ def read_request(
                stream=v['stream'], include_usage=bool((options or {}).get('include_usage')), echo=v.get('echo', False),
                score_only=most == 0, fixed=most is not None, top=top, show_prompt=v['prompt_logprobs'] is not None,
                priority=v['priority'], user=v['user'], cache_salt=v['cache_salt'], timeout_s=v['timeout'],
-               add_special_tokens=v['add_special_tokens'])
+               add_special_tokens=v['add_special_tokens'], prediction=v['prediction'])
 
 # %% ../nbs/44_protocol.ipynb #bb151e4a
 def fitted(

@@ -17,7 +17,7 @@ from .core import RequestMetrics
 from .driving import Outcome
 from .metrics import e2e_s, goodput, itls_s, percentile, tpot_s, ttft_s
 from .params import plain
-from .trace import written
+from .trace_format import written
 
 # %% ../nbs/55_results.ipynb #ae0ed9d2
 def _cpu()->str:

@@ -21,7 +21,8 @@ from .metrics import compare, summarize
 from .results import refuse_folders
 from .screen import Live, Screen, harmless
 from .state import State
-from .trace import Trace, written
+from .trace import Trace, words_of
+from .trace_format import written
 from .traffic import workload_of
 if TYPE_CHECKING: from cbatch.simulator import Served
 
@@ -68,7 +69,7 @@ def _free(state:State)->list[int]:
 def _why(rec:StepRecord, r:str|None)->str:
     "What was decided about a request"
     ends = [f'ends: {why}' for x, why in rec.finished if x == r]
-    return ', '.join([str(d) for d in rec.decisions if d.request_id == r] + ends)
+    return ', '.join([words_of(d, rec) for d in rec.decisions if d.request_id == r] + ends)
 
 def _few(ids:list[str], what:Callable[[str], str]=lambda r: '', most:int=8)->str:
     "The first of some ids, with what is said of each"
@@ -97,6 +98,7 @@ def _beside(m:Moment)->list[tuple[str, str]]:
     gone = [r for r, _ in rec.finished if r not in m.then.slots]
     lists = dict(queue=m.then.waiting, preempted=rec.preempted, paused=rec.paused, gone=gone)
     rows = [*((k, _few(ids, why)) for k, ids in lists.items()), ('step', _why(rec, None)),
+            ('gave blocks back', _few([r for r, (_, _, back) in rec.guessed.items() if back])),
             ('free blocks', _ranges(_free(m.then)))]
     return [(k, v) for k, v in rows if v not in ('', '-') or k in ('queue', 'free blocks')]
 
@@ -260,7 +262,7 @@ def _renamed(rec:StepRecord, new:Callable[[Any], Any])->StepRecord:
     return replace(rec, decisions=said, scheduled=firsts(rec.scheduled), finished=firsts(rec.finished),
                    arrived=firsts(rec.arrived), found=keys(rec.found), blocks=keys(rec.blocks),
                    admitted=[*map(new, rec.admitted)], preempted=[*map(new, rec.preempted)],
-                   paused=[*map(new, rec.paused)])
+                   paused=[*map(new, rec.paused)], guessed=keys(rec.guessed))
 
 def renamed(
     trace:Trace,
@@ -311,9 +313,11 @@ def summary_of(trace:Trace)->dict[str, Any]:
     if not recs: return summarize([], 0.)
     began = min([recs[0].start, *(o.metrics.arrival for o in outs if o.metrics)])
     shares = [n for rec in recs for _, _, _, n in rec.scheduled]
-    slots = trace.facts['max_num_seqs'] * len(recs)
+    slots, tried = trace.facts['max_num_seqs'] * len(recs), [x for rec in recs for x in rec.guessed.values()]
+    guessed, kept = sum(n for n, _, _ in tried), sum(k for _, k, _ in tried)
     return summarize(outs, recs[-1].end - began) | dict(
-        num_steps=len(recs), slot_utilisation=sum(shares) / slots, num_prefilling=shares.count(0),
+        num_steps=len(recs), slot_utilisation=sum(n > 0 for n in shares) / slots, num_prefilling=shares.count(0),
+        num_guessed_tokens=guessed, num_accepted_tokens=kept, accepted_share=kept / guessed if guessed else None,
         num_idle=slots - len(shares), num_preemptions=sum(len(rec.preempted) for rec in recs),
         num_padding_tokens=sum(n for rec in recs for n, _ in rec.padding))
 
@@ -352,6 +356,7 @@ def _again(trace:Trace, out:str|None, html:str|None, **config:Any)->int:
     print(*table_lines(compare(short)), '', diff(trace, new), '', _forecast(served.cost), sep='\n')
     if lost: print('not served again:', ', '.join(f'{n} ({why})' for why, n in lost.items()))
     if failed: print(f'refused now: {len(failed)}, as {failed[0]}')
+    if any(rec.guessed for rec in trace): print('the trace has guesses; where no model answers, none are made')
     print('a trace knows lengths, and neither what was asked at most nor which prompts share a beginning')
     if out: new.to_jsonl(out, trace.prompts)
     if html: _page(html, names)

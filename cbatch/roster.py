@@ -194,6 +194,7 @@ def grow(self:Roster, r:Request, num_tokens:int, plan:Plan)->list[int]: # ids of
     if new := self.blocks.grow(r, num_tokens): plan.blocks[r.request_id] = plan.blocks.get(r.request_id, []) + new
     return new
 
+# %% ../nbs/17_roster.ipynb #11c4ebbd
 @patch
 def lend(self:Roster, r:Request, num_tokens:int, plan:Plan):
     "Give `r` blocks for guesses up to `num_tokens`; `settle` takes back what they do not fill"
@@ -255,7 +256,8 @@ def undo(self:Roster,
     found = {i: x for i, x in plan.found.items() if i not in names}
     admitted = [r for r in plan.admitted if r not in void]
     scheduled = [s for s in plan.scheduled if s.request not in void]
-    return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found)
+    lent = {r: x for r, x in plan.lent.items() if r not in void}
+    return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found, lent=lent)
 
 # %% ../nbs/17_roster.ipynb #fbef5f05
 @patch

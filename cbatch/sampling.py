@@ -79,6 +79,7 @@ def ahead(self:SamplerState,
     if self.penalised: self.seen()                       # counted here, the answer is not counted again there
     s = copy.copy(self)
     s.record, s.mask = None, None if mask is None else np.ascontiguousarray(mask, np.int32)
+    if self.record is not None and self.mask is None is mask: s.record = type(self.record).from_buffer_copy(self.record)
     if draft: s.output_ids = [*self.output_ids, *draft]
     if self.penalised: s.slots, s.ids, s.counts = dict(self.slots), self.ids.copy(), self.counts.copy()
     return s

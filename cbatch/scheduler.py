@@ -160,8 +160,8 @@ def _conclude(self:Scheduler, plan:Plan)->Plan:
     "The plan, when everybody has had a turn"
     if self.num_refused and len(self.waiting) > self.num_refused:
         self.note(plan, None, Kind.BEHIND, n=len(self.waiting) - self.num_refused)
-    if self.guesses: self.guesses.add(self, plan)
     if rows := self.policy.padding(self, plan): plan.padding = self._padding(rows, plan.left)
+    if self.guesses: self.guesses.add(self, plan)      # of what is left
     plan.num_waiting, wakeup = len(self.waiting), self.policy.wakeup(self, plan.now)
     if wakeup is not None:
         ok = isinstance(wakeup, (int, float)) and wakeup == wakeup

@@ -48,7 +48,7 @@ class Screen:
         self.said:dict[str|None, Decision] = {}  # of the last step
         self.last:StepRecord|None = None
         self.state:State|None = None
-        self.news, self.num_sampled, self.since = '', 0, 0.
+        self.news, self.num_sampled, self.since, self.kinds = '', 0, 0., ['prefill', 'decode', 'idle']
 
     def label(self, r:str)->str: return self.labels.get(r, r)
 
@@ -69,8 +69,11 @@ def push(self:Screen, rec:StepRecord):
     state = self._enter(rec)
     did = {seats[r]: 'preempted' for r in rec.preempted if r in seats}
     for r, n, num_before, sampled in rec.scheduled:
-        did[state.slots[r]] = 'decode' if n == 1 and num_before >= state.requests[r][0] else 'prefill'
+        kept = rec.guessed.get(r, (0, 0))[1]
+        decodes = n == 1 + kept and num_before >= state.requests[r][0]
+        did[state.slots[r]] = ('guessed' if kept else 'decode') if decodes else 'prefill'
         self.num_sampled += sampled
+    if 'guessed' in did.values() and 'guessed' not in self.kinds: self.kinds.append('guessed')
     self.steps.append(did)
     self.last, self.said = rec, {d.request_id: d for d in rec.decisions}
     news = [f'{self.label(d.request_id)} {d}' for d in rec.decisions if d.request_id and d.kind in _NEWS]
@@ -80,7 +83,7 @@ def push(self:Screen, rec:StepRecord):
 # %% ../nbs/61_screen.ipynb #edf284ab
 def paint(
     text:str,
-    kind:str,  # prefill, decode, preempted, idle
+    kind:str,  # prefill, decode, guessed, preempted, idle
 )->str:
     "Text in the colour that its kind has everywhere"
     from cbatch.views import COLORS
@@ -90,13 +93,13 @@ def paint(
 
 def _cells(kind:str, n:int, color:bool)->str:
     "`n` columns of a kind, with a character of its own where there is no colour"
-    text = dict(prefill='█' if color else '▓', decode='█', preempted='▼', idle='╱')[kind] * n
-    return paint(text, kind) if color else text
+    plain = dict(prefill='▓', decode='█', guessed='»', preempted='▼', idle='╱')[kind]
+    return paint(('█' if plain in '▓»' else plain) * n, kind) if color else plain * n
 
 def _squeeze(did:list[str], width:int)->list[str]:
     "Many steps to a column: any prefill wins, else the most of them"
     cuts = [did[i * len(did) // width:(i + 1) * len(did) // width] for i in range(width)]
-    most = lambda c: max(('decode', 'idle'), key=c.count)
+    most = lambda c: max(('decode', 'guessed', 'idle'), key=c.count)
     return [next((k for k in ('preempted', 'prefill') if k in c), most(c)) for c in cuts]
 
 @patch
@@ -119,6 +122,9 @@ def _seat(self:Screen, slot:int, r:str|None, pads:bool, width:int, color:bool)->
     if said: text = str(said)
     if said and said.why is Why.DECODE and said.kind is Kind.RUNS and self.state and r:
         text = f'decode, token {self.state.computed[r] + 2 - self.state.requests[r][0]}'
+        if self.last and r in self.last.guessed:
+            guessed, kept, _ = self.last.guessed[r]
+            text = f'decode, {kept} of {guessed} guesses'
     strip = self.strip(slot, max(1, width - what_w - label_w - 5), color=color)
     return f'{slot:>2} {strip} {fit_columns(self.label(r) if r else "", label_w)} {fit_columns(text, what_w)}'
 
@@ -149,14 +155,13 @@ def headline(self:Screen)->str:
     answered = self.state.num_finished + len(self.state.ending)
     return f'step {self.last.step:<4} {s:6.1f} s  {self.num_sampled / s:6.1f} tokens/s  {answered}{of} answered'
 
-_KEY_W = 29   # columns of the key
-def _key(color:bool)->str: return '   '.join(f'{_cells(k, 1, color)} {k}' for k in ('prefill', 'decode', 'idle'))
+def _key(kinds:list[str], color:bool)->str: return '   '.join(f'{_cells(k, 1, color)} {k}' for k in kinds)
 
 @patch
 def _head(self:Screen, width:int, color:bool)->str:
     "The line at the top, with the key where there is room"
-    head = f'{self.title}  {self.headline()}'
-    return fit_columns(head, width) if width < 110 else fit_columns(head, width - _KEY_W) + _key(color)
+    head, key_w = f'{self.title}  {self.headline()}', len(_key(self.kinds, False))
+    return fit_columns(head, width) if width < 110 else fit_columns(head, width - key_w) + _key(self.kinds, color)
 
 @patch
 def lines(self:Screen,
@@ -166,7 +171,8 @@ def lines(self:Screen,
 )->list[str]:                    # each `width` columns at most
     "The picture"
     if not self.last or not self.state: return []
-    key = [_key(color) + ' ' * (width - _KEY_W)] if _KEY_W <= width < 110 else []   # below, or at the top
+    key_w = len(_key(self.kinds, False))
+    key = [_key(self.kinds, color) + ' ' * (width - key_w)] if key_w <= width < 110 else []   # below, or at the top
     num, show = self.facts['max_num_seqs'], max(1, height - 6 - len(key))
     out = [self._head(width, color)]
     if whole: out += [f'{i:>2} ' + self.strip(i, width - 3, True, color) for i in range(min(num, show))]

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 from .core import Plan, StepOutput, StepRecord
 from .cost import Cost
@@ -64,10 +65,13 @@ class Served:
         return (f"Served({len(self.sent):,} requests, {failed:,} failed, policy {self.policy}: {steps:,} steps, "
                 f"{self.took_s:,.1f} s; {how})")
 
+# %% ../nbs/53_simulator.ipynb #a16a9d38
 def _sum(a:EngineCounters, b:EngineCounters)->EngineCounters:
     "Both together; the gauges are those of `b`"
     gauges = dict(num_running=b.num_running, num_waiting=b.num_waiting)
-    return EngineCounters(**{k: x + getattr(b, k) for k, x in vars(a).items()} | gauges)
+    add = lambda x, y: [*map(sum, zip_longest(x, y, fillvalue=0))] if isinstance(x, list) else x + y
+    both:dict[str, Any] = {k: add(x, getattr(b, k)) for k, x in vars(a).items()}
+    return EngineCounters(**both | gauges)
 
 def serve_on(
     llm:Engine,          # which serves nobody else
@@ -103,6 +107,8 @@ def simulate(
     "Serve a workload by an engine without a model, on a clock that a cost moves; `ParamError` as an engine has it"
     for k in ('kv_cache_mb', 'swap_mb'):
         if config.get(k) is not None: raise ParamError(k, f"{k}={config[k]!r}: no model, no bytes: give num_blocks")
+    if (g := config.get('guesses', 'off')) != 'off':
+        raise ParamError('guesses', f"guesses={g!r:.80}: no model, no answers that could be guessed: leave it off")
     c = replace(EngineConfig(**config, policy=policy, trace=trace), warmup=False)
     longest = c.max_model_len or max((x.prompt_len + x.output_len for x in work), default=1)
     model:Any = _NoModel(vocab_size)

@@ -51,6 +51,8 @@ def attributes(
     if m and m.token_times: got['gen_ai.response.time_to_first_chunk'] = m.token_times[0] - m.arrival     # s
     if m: got |= {'gen_ai.usage.cache_read.input_tokens': m.num_cached_tokens,
                   f'{_OURS}.num_preemptions': m.num_preemptions}
+    if m and m.num_guessed_tokens:
+        got |= {f'{_OURS}.{k}': getattr(m, k) for k in ('num_guessed_tokens', 'num_accepted_tokens')}
     if o.failure: got['error.type'] = o.failure.code.value
     return got
 

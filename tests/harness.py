@@ -162,6 +162,15 @@ def quiet(llm):
     assert llm.num_free_blocks == llm.num_blocks and not any(pool.refs)
     assert sorted(pool.free_ids) == list(range(1, llm.num_blocks + 1))
 
+def follows(llm):
+    "The trace knows where everybody is"
+    s, now = llm.scheduler, llm.trace.state()
+    here = [*s.running, *s.paused]
+    assert now.running == [r.request_id for r in s.running]
+    assert now.waiting == [r.request_id for r in sorted(s.waiting, key=lambda r: r.age)]
+    assert now.blocks == {r.request_id: r.block_table for r in here} and now.num_free_blocks == llm.num_free_blocks
+    assert now.computed == {r.request_id: r.num_computed_tokens for r in here}
+
 def draw_params(rng, prompt, wish):
     "Some wishes about how to end, on top of how to choose"
     ids, kw = free_run(prompt, wish), dict(max_tokens=rng.randint(1, LONGEST), ignore_eos=rng.random() < .6)

@@ -15,7 +15,8 @@ from cbatch.policies import Dynamic
 from cbatch.results import refuse_folders, write_record
 from cbatch.sampling import bad_word_ids
 from cbatch.token_loop import generate_ref
-from cbatch.trace import Trace, written
+from cbatch.trace import Trace
+from cbatch.trace_format import written
 from cbatch.worker import Limits
 from ask import sp
 

@@ -20,14 +20,14 @@ kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.
 kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies schemes queues catalog
 guesses draft_model
-state trace metrics views player reports door interrupts engine llm workloads traffic
+state trace_format trace metrics views player reports door interrupts engine llm workloads traffic
 handover worker async_engine wire protocol answers openapi prometheus gate front server
 driving cost simulator proof results ceiling peers contest bench people screen demo
 measures lab_page lab capacity rewind spans cli
 '''.split()
 WIDTH = 120   # characters of a line of code: what a column of the site shows
 NO_TENSOR = [m for m in ('params', 'core', 'kv_blocks', 'roster', 'scheduler', 'preemption', 'prefix_caching', 'state',
-                         'policies', 'trace', 'metrics') if m in MODULES]
+                         'policies', 'trace_format', 'trace', 'metrics') if m in MODULES]
 HEAVY = {'torch', 'transformers', 'triton', 'matplotlib'}
 NAMES = 'LLM AsyncLLM SamplingParams EngineConfig RequestOutput CapacityError RequestFailed tiny_lm load_model'.split()
 EXPORT = re.compile(r'^#\|\s*(export|exports|exporti)\s*$', re.M)
@@ -360,7 +360,7 @@ def test_names_in_tests_stand_in_invariants():
             for part in text.split('\n## ')}
     for p in (ROOT/'tests').rglob('*.py'):
         src = p.read_text(encoding='utf-8')
-        marks = [n for m in re.findall(r'# ([ASOM]\d(?: [ASOM]\d)*)$', src, re.M) for n in m.split()]
+        marks = [n for m in re.findall(r'# ([ASOMG]\d(?: [ASOMG]\d)*)$', src, re.M) for n in m.split()]
         faults = [*re.findall(r'def test_fault_0*([1-9]\d*)', src), *re.findall(r'\b[Rr]ows? (\d+)', src)]
         situations = [*re.findall(r'def test_case_0*([1-9]\d*)', src), *re.findall(r'\b[Cc]ases? (\d+)', src)]
         assert set(marks) <= rows['Invariants'], p.name

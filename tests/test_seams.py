@@ -13,7 +13,7 @@ from cbatch.runner import Executor, Pending, Sampler
 from cbatch.token_loop import generate_ref
 from cbatch.trace import record
 from ask import sp
-from harness import quiet
+from harness import follows, quiet
 from toy import Crowd
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
@@ -164,15 +164,6 @@ def test_a_stop_string_within_the_guesses(engine, tiny, seed):
             assert (c.token_ids, c.text, c.finish_reason) == (ref.token_ids, ref.text, 'stop')
             assert len(m.token_times) == len(ref.token_ids) == len(c.logprobs or ref.token_ids)
             quiet(llm)
-
-def follows(llm):
-    "The trace knows where everybody is"
-    s, now = llm.scheduler, llm.trace.state()
-    here = [*s.running, *s.paused]
-    assert now.running == [r.request_id for r in s.running]
-    assert now.waiting == [r.request_id for r in sorted(s.waiting, key=lambda r: r.age)]
-    assert now.blocks == {r.request_id: r.block_table for r in here} and now.num_free_blocks == llm.num_free_blocks
-    assert now.computed == {r.request_id: r.num_computed_tokens for r in here}
 
 # --- masks
 

@@ -2,7 +2,9 @@
 import pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Why
+from cbatch.loading import load_model
 from cbatch.token_loop import compare_tokens
+from guess_lives import in_cpp
 
 CHAT = ['What is 2+2?', 'Name three primary colours.', 'Who wrote Romeo and Juliet?',
         'Why is the sky blue? Answer in one sentence.', '한국의 수도는 어디입니까?', 'Translate "good morning" into French.',
@@ -21,13 +23,16 @@ STORY = ('The lighthouse keeper had counted ships for thirty years, and on the n
          'with a cup of tea that he forgot to drink. ')
 LONG = [STORY * 4 + 'Then', f'Summarise the following text.\n\n{STORY * 2}\n\nSummary:']
 
+def as_ids(tok):
+    "The 32 prompts"
+    chat = [tok.encode(tok.apply_chat_template([dict(role='user', content=c)], add_generation_prompt=True,
+                                               tokenize=False), add_special_tokens=False) for c in CHAT]
+    return chat + [tok.encode(p) for p in CODE + LONG + TEXT]
+
 @pytest.fixture(scope='module')
 def asked(smollm2):
     "32 prompts as ids, how long each answer may be, and what transformers says"
-    tok = smollm2.tokenizer
-    chat = [tok.encode(tok.apply_chat_template([dict(role='user', content=c)], add_generation_prompt=True,
-                                               tokenize=False), add_special_tokens=False) for c in CHAT]
-    prompts = chat + [tok.encode(p) for p in CODE + LONG + TEXT]
+    prompts = as_ids(smollm2.tokenizer)
     assert len(prompts) == 32 and max(map(len, prompts)) > 300 and min(map(len, prompts)) == 1
     lens = [(32, 5, 24, 16, 9, 28, 12, 20)[i % 8] for i in range(32)]
     return prompts, lens, [theirs(smollm2.hf_model, p, n) for p, n in zip(prompts, lens)]
@@ -82,3 +87,20 @@ def test_transformers_padded_batch_agrees(smollm2, asked):
         longest:].tolist()
     end = lambda ids: ids[:next((i + 1 for i, t in enumerate(ids) if t in smollm2.eos_ids), n)]
     assert same(smollm2, prompts, [end(o)[:m] for o, m in zip(outs, lens)], [r[:n] for r in refs]) <= 1
+
+@pytest.mark.parametrize('dtype', ['bfloat16', pytest.param('float32', marks=pytest.mark.slow)])
+def test_guesses_change_nothing(smollm2, dtype):
+    "32 prompts at temperatures 0, 0.7 and 1: tokens and log probabilities, to the last bit"
+    wishes = [SamplingParams(temperature=t, seed=7, max_tokens=24, logprobs=1) for t in (0, .7, 1.)]
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        lm = smollm2 if dtype == 'float32' else load_model('smollm2', dtype, 'cpu')
+        prompts, params = as_ids(lm.tokenizer) * 3, [w for w in wishes for _ in range(32)]
+        def run(**how):
+            with LLM(lm, num_blocks=400, max_num_seqs=32, max_num_batched_tokens=512, **how) as llm:
+                outs = llm.generate(prompts, params, use_tqdm=False)
+                return [(c.token_ids, c.text, c.finish_reason, [list(d.items()) for d in c.logprobs],
+                         c.cumulative_logprob) for o in outs for c in o.outputs], llm.metrics
+        (plain, was), (guessed, m) = run(), run(guesses='lookup', guess_when='always')
+        assert guessed == plain
+        assert m['num_accepted_tokens'] > 100 and m['num_steps'] < was['num_steps']

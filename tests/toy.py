@@ -8,6 +8,7 @@ from cbatch.core import Request
 from cbatch.params import EngineConfig, SamplingParams
 from cbatch.kv_blocks import BlockManager
 from cbatch.catalog import get_policy
+from cbatch.guesses import Guesses
 from cbatch.policies import Dynamic, Static
 from cbatch.proof import ToyMemory, steps_left, toy_answer as alone
 from cbatch.scheduler import Scheduler
@@ -23,7 +24,7 @@ def draw_policy(rng):
 
 class Crowd:
     "Requests that come, go and are aborted at random, between two checks"
-    def __init__(self, seed, policy=None):
+    def __init__(self, seed, policy=None, guesser=None):
         rng = self.rng = random.Random(seed)
         bs, self.now, self.all, self.said = rng.choice([1, 2, 3, 4]), 0., [], {}
         self.cfg = EngineConfig(block_size=bs, num_blocks=rng.randint(2, 12), max_num_seqs=rng.randint(1, 6),
@@ -34,6 +35,7 @@ class Crowd:
         self.late = rng.choice([0, 0, 9])
         self.memory, self.first_come = Memory(self.s.blocks.pool, bs), self.s.policy.name == 'vllm' and not self.late
         self.preempted = self.bound = 0
+        if guesser: self.s.guesses = Guesses(guesser, seed % 7 + 1, 'pays' if seed % 3 else 'always', 13)
 
     @property
     def live(self): return [r for r in self.all if not r.finish_reason]

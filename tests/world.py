@@ -3,8 +3,9 @@
 INVARIANTS.md says what A1, S3 and the others are."""
 import random
 from cbatch.core import Request, Status
-from cbatch.params import EngineConfig, SamplingParams
+from cbatch.params import EngineConfig, SamplingParams, cdiv
 from cbatch.catalog import get_policy
+from cbatch.guesses import Guesses
 from cbatch.preemption import VICTIMS, get_preemptor
 from cbatch.prefix_caching import PrefixBlocks, block_hash, root
 from cbatch.scheduler import Scheduler
@@ -13,7 +14,8 @@ from toy import Memory
 
 class World:
     "A scheduler with its memory, driven from outside; `step` checks everything that must hold"
-    def __init__(self, num_blocks=8, block_size=2, max_num_seqs=4, budget=8, policy='vllm', **cfg):
+    def __init__(self, num_blocks=8, block_size=2, max_num_seqs=4, budget=8, policy='vllm', guesser=None, most=4,
+                 **cfg):
         own = dict(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=budget, watermark=0.)
         self.cfg = EngineConfig(**own | cfg)
@@ -24,6 +26,8 @@ class World:
         self.now, self.all, self.said, self.ends, self.content = 0., [], {}, {}, {}
         self.steps = self.preempted = self.hits = self.swapped = self.forked = 0
         self.pushed = False     # somebody was preempted without need
+        self.failed = False     # a step failed: who had got blocks for it still has them
+        if guesser: self.s.guesses = Guesses(guesser, most, self.cfg.guess_when, 13)
 
     @property
     def live(self): return [r for r in self.all if r.status is not Status.FINISHED]
@@ -71,6 +75,7 @@ class World:
             self.check()
             return False
         if fails:
+            self.failed = True
             # who has to be moved goes back to the queue, past others that joined with him
             self.pushed |= bool(plan.swap_in or plan.copies)
             s.undo(plan, moved=False); self.ended(plan.expired); self.check()
@@ -104,7 +109,7 @@ class World:
         for r in self.all:
             assert r.output_ids == self.said[r], 'a token was said twice, or lost'                     # O1
             assert r.output_ids == self.answer(r)[:len(r.output_ids)], 'not what it says alone'        # O2
-        self.names(); self.host()
+        self.names(); self.host(); self.tables()
 
     def answer(self, r):
         key = tuple(r.prompt_ids), r.max_tokens, r.sample_index
@@ -132,6 +137,13 @@ class World:
             assert held == want, f'block {b} is not what its name says'                                # A5
         for r in self.s.blocks.pending.values(): assert r.status is Status.RUNNING, 'a promise of one who does not run'
 
+    def tables(self):
+        "Nobody holds a block for tokens that he has not; nor, unless a step failed, for those not computed yet"
+        if self.s.policy.name != 'vllm' or self.cfg.reserve_max: return
+        for r in self.s.running:
+            most = cdiv(r.num_tokens if self.failed else r.num_computed_tokens, self.cfg.block_size)
+            assert len(r.block_table) <= most, f'{r.request_id} holds more than it needs'                  # S2
+
     def host(self):
         "The host's blocks are those of the swapped out, each once"
         h = getattr(self.s.preemptor, 'host', None)
@@ -149,12 +161,13 @@ class World:
         assert not self.s and self.s.blocks.num_free_blocks == self.cfg.num_blocks and not self.s.blocks.pending
         for r in self.all: assert r.finish_reason in ('abort', 'error') or r.output_ids == self.answer(r)
 
-def draw_world(rng):
+def draw_world(rng, **more):
     "A random configuration"
     mode = rng.choice(['recompute', 'swap'])
     return World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14),
                  rng.choice(['vllm'] * 4 + ['static', 'dynamic']), preemption=mode, victim=rng.choice(list(VICTIMS)),
-                 swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7, reserve_max=rng.random() < .1)
+                 swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7,
+                 reserve_max=rng.random() < .1, **more)
 
 def live_on(w, rng, events=40):
     "Random events, then the end"
@@ -171,6 +184,6 @@ def live_on(w, rng, events=40):
     w.drain()
     return w
 
-def run_world(seed, **kw):
+def run_world(seed, **more):
     rng = random.Random(seed)
-    return live_on(draw_world(rng), rng, **kw)
+    return live_on(draw_world(rng, **more), rng)

@@ -3,6 +3,7 @@ Chunks, preemption, prefix hits and recorded steps, token for token as the oracl
 from types import SimpleNamespace
 import pytest, torch
 from cbatch import LLM
+from cbatch.guesses import Guess, Guesser
 from cbatch.kernels import triton_backend
 from cbatch.kernels.triton_backend import DecodeGraphs, TritonBackend
 from cbatch.model import tiny_lm
@@ -113,3 +114,26 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ValueError, match='needs a GPU, or TRITON_INTERPRET=1'): engine(tiny_lm('llama'))
     with pytest.raises(ValueError, match="dtype='float16' or 'bfloat16'"):
         TritonBackend(KVShape(4, 4, 1, 1, 16, torch.float32, 'cuda'))
+
+def test_guesses():
+    "Right and wrong ones, through the kernel for prompts; a recorded step takes none"
+    lm = tiny_lm('llama')
+    refs = {tuple(p): generate_ref(lm, p, sp(8)).token_ids for p in PROMPTS}
+    class Half(Guesser):
+        "Every third token of an answer is wrong; of its end it says nothing"
+        def guess(self, r, most):
+            at, right = len(r.output_ids), refs[tuple(r.prompt_ids)]
+            return Guess([(t + (i % 3 == 2)) % 258 for i, t in enumerate(right[at:4], at)][:most], 4)
+    with engine(lm, guesses=Half(), guess_when='always', max_guesses=3) as llm:
+        def record(run, pool): run(); return run, pool
+        graphs = DecodeGraphs(llm.runner.executor.backend, 3, llm.max_model_len // 4, record=record)
+        replayed = []
+        def asked(batch, logits):
+            out = graphs(batch, logits)
+            replayed.append((max(batch.meta.query_lens), out is not None))
+            return out
+        llm.runner.executor.graphs = asked
+        assert answers(llm, 8) == [refs[tuple(p)] for p in PROMPTS]
+        m = llm.metrics
+        assert 0 < m['num_accepted_tokens'] < m['num_guessed_tokens']
+        assert {(longest > 1, was) for longest, was in replayed} == {(True, False), (False, True)}
