@@ -340,7 +340,7 @@ def test_sidebar_names_every_notebook_once():
 
 def test_each_promise_names_tests_that_there_are():
     "Every line of a table has a promise, its end, and links to tests"
-    nb, files = ROOT/'nbs/70_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
+    nb, files = ROOT/'nbs/72_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
     rows = [l for c in cells(nb, 'markdown') for l in c['source'].splitlines() if l.startswith('| ')]
     rows = [r.strip('| ').split(' | ') for r in rows if not r.startswith('| it promises')]
     assert len(rows) > 30 and all(len(r) == 3 and all(r) for r in rows)

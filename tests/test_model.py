@@ -1,4 +1,4 @@
-"""What nbs/02_model.ipynb and nbs/03_loading.ipynb can't hold.
+"""What nbs/02_model.ipynb and nbs/05_loading.ipynb can't hold.
 Absent packages, races, other processes, the hub's cache, damaged files."""
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
