@@ -365,13 +365,11 @@ def _one_by_one(self:ModelRunner, want:list[Wanted], logits:torch.Tensor)->StepO
     "Sample request by request after the whole has failed; an exception is the error of its own request"
     out = StepOutput()
     for r in dict.fromkeys(w.request for w in want):
-        rows = [i for i, w in enumerate(want) if w.request is r]
-        for some in dict.fromkeys((tuple(rows), tuple(i for i in rows if not want[i].draft))):  # without what it guessed
-            try: got = self.sampler([want[i] for i in some], logits[list(some)])
+        rows = [[i for i, w in enumerate(want) if w.request is r and (a or not w.draft)] for a in (True, False)]
+        for some in rows[rows[0] == rows[1]:]:           # what raises behind a guess may be the guess's fault
+            try: got = self.sampler([want[i] for i in some], logits[some])
             except torch.OutOfMemoryError: raise
-            except BaseException as e:
-                got = StepOutput(errors={r.request_id: failure_of(Code.SAMPLING, e)})
-                continue
-            break
+            except BaseException as e: got = StepOutput(errors={r.request_id: failure_of(Code.SAMPLING, e)})
+            else: break
         for name in ('sampled', 'errors', 'logprobs', 'prompt_logprobs'): getattr(out, name).update(getattr(got, name))
     return out

@@ -247,7 +247,8 @@ class Life(Drawn):
         follows(llm)
         reserves = llm.config.reserve_max or isinstance(s.policy, Static)
         for r in s.running:                                                                           # S2 G2
-            need = len(r.prompt_ids) + r.max_tokens if reserves else r.num_tokens if self.failed else r.num_computed_tokens
+            need = r.num_tokens if self.failed else r.num_computed_tokens
+            if reserves: need = len(r.prompt_ids) + r.max_tokens
             assert len(r.block_table) <= cdiv(need, llm.config.block_size), f'{r.request_id} holds more than it needs'
         everybody = [r for rs in self.requests.values() for r in rs]
         assert m['num_sampled_tokens'] == sum(len(r.output_ids) for r in everybody)                   # G5

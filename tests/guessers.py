@@ -21,7 +21,8 @@ class Oracle(Knows):
 
 class Wrong(Knows):
     "Never right"
-    def guess(self, r, most): return Guess([(t + 1) % self.vocab_size for t in self.right(r, most)], self.rng.randint(0, 8))
+    def guess(self, r, most):
+        return Guess([(t + 1) % self.vocab_size for t in self.right(r, most)], self.rng.randint(0, 8))
 
 class Mixed(Knows):
     "Right up to somewhere; now and then nothing, or more than it was asked for"

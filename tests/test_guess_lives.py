@@ -49,7 +49,8 @@ def test_the_lives_were_hard():
     assert all(seen[f'by {r}'] > 60 for r in ('stop', 'length', 'error', 'abort'))
     assert seen['accepted'] > 2000 and seen['guessed'] > 2 * seen['accepted'] and seen['returned'] > 200
     assert min(seen[k] for k in ('preempted', 'cached', 'swapped', 'forked')) > 100
-    assert min(seen['Alarm'], seen['KeyboardInterrupt']) > 20 and seen['ties'] <= .01 * (seen['by stop'] + seen['by length'])
+    assert min(seen['Alarm'], seen['KeyboardInterrupt']) > 20
+    assert seen['ties'] <= .01 * (seen['by stop'] + seen['by length'])
 
 @pytest.mark.parametrize('arch', ARCHS)
 def test_the_answers_without_guesses_are_the_oracles(arch):
@@ -206,8 +207,8 @@ def test_a_mask_that_knows_no_way_behind_a_wrong_guess(engine, tiny):
     assert out.outputs[0].token_ids == ref and not out.error and llm.metrics['num_guessed_tokens']      # G8
     quiet(llm)
 
-@pytest.mark.parametrize('bad', [lambda r, n: None, lambda r, n: Guess([999]), lambda r, n: Guess([-1]), lambda r, n: 1 / 0,
-                                 lambda r, n: Guess('no'), lambda r, n: Guess([1.5, None])])
+@pytest.mark.parametrize('bad', [lambda r, n: None, lambda r, n: Guess([999]), lambda r, n: Guess([-1]),
+                                 lambda r, n: 1 / 0, lambda r, n: Guess('no'), lambda r, n: Guess([1.5, None])])
 def test_a_guesser_that_talks_nonsense(engine, tiny, bad):
     "The step is void and says why; with a guesser that has come to its senses the answer is what it was"
     refs = [generate_ref(tiny, p, sp(12)).token_ids for p in ([5, 6], [7])]

@@ -2,6 +2,7 @@
 import random
 from copy import deepcopy
 import pytest
+import torch
 from cbatch.cli import main
 from cbatch.core import Decision, Kind, StepRecord
 from cbatch.cost import Cost
@@ -12,6 +13,7 @@ from cbatch.model import tiny_lm
 from cbatch.rewind import at, diff, recorded, renamed, rerun, summary_of
 from cbatch.trace import Trace
 from cbatch.workloads import Workload, WorkItem
+from ask import sp
 from heard import Heard
 
 def people(seed, n=14, gap=.08):
@@ -72,6 +74,35 @@ def test_guesses_are_a_difference_and_go_with_a_name(guessing, tight, tmp_path):
     assert diff(trace, changed(trace, less, i)).fields == ('guessed',)
     there = renamed(trace, {'r1': 'x'})
     assert 'x' in {r for rec in there for r in rec.guessed} and renamed(there, {'x': 'r1'}).records == trace.records
+
+@pytest.mark.parametrize('seed', range(4))
+def test_accidents_among_guesses_leave_a_trace_that_can_be_read(seed, tmp_path):
+    "Stop strings within a guess, aborts, steps that fail or are halved: after each, the state is the allocator's"
+    rng, said = random.Random(seed), {}
+    prompts = [[rng.randrange(50) for _ in range(rng.randint(1, 30))] for _ in range(8)]
+    def serve(g, stop={}, faults=False):
+        llm = LLM(tiny_lm(), guesses=g, guess_when='always', max_num_seqs=3, num_blocks=14, block_size=4,
+                  max_num_batched_tokens=30, max_model_len=56)
+        for i, p in enumerate(prompts): llm.add(p, sp(20, stop=stop.get(f'q{i}')), request_id=f'q{i}')
+        execute = llm.execute
+        def falters(plan):
+            if faults and rng.random() < .09: raise rng.choice([torch.OutOfMemoryError, KeyboardInterrupt])('now')
+            return execute(plan)
+        llm.execute = falters
+        while llm.has_unfinished:
+            try: said.update((o.request_id, o.outputs[0].text) for o in llm.step())
+            except KeyboardInterrupt: pass
+            if faults and rng.random() < .03 and llm.scheduler.running: llm.abort(llm.scheduler.running[0].request_id)
+            assert llm.trace.state().num_free_blocks == llm.scheduler.blocks.num_free_blocks
+        return llm.trace
+    g = Heard(rng.choice([2, 3, 99]))
+    g.listen(serve)
+    stop = {r: text[k:k + 2] or None for r, text in said.items() for k in [rng.randint(3, 12)]}
+    for trace in (serve(g, stop), serve(g, stop, faults=True)):
+        trace.to_jsonl(tmp_path/'t.jsonl')
+        again = Trace.load(tmp_path/'t.jsonl')
+        assert again.records == trace.records and any(back for r in again for *_, back in r.guessed.values())
+        assert all(trace.why(f'q{i}') == again.why(f'q{i}') for i in range(8))
 
 def test_served_again_nobody_guesses(guessing, tmp_path, capsys):
     trace, _, sent = guessing

@@ -86,6 +86,8 @@ def test_states_are_the_schedulers(policy, seed, guess):
         inside = rng.choice(list(c.live)) if c.live and rng.random() < .05 else None
         rec = c.step(fail=rng.random() < .05, abort_inside=inside)
         assert seen(c.trace.state()) == c.truth()
+        if c.trace.live.requests == c.trace.state().requests and len(c.trace):      # nobody came or left since
+            assert c.trace[-1].num_free_blocks == c.truth()['free']
         if rec: then[rec.step] = c.truth(); assert rec.num_free_blocks == c.trace.live.num_free_blocks
         c.trace.live.check(c.cfg.max_num_seqs)
     assert len(c.trace) == min(c.trace.maxlen, len(c.trace.records))

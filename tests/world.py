@@ -166,7 +166,8 @@ def draw_world(rng, **more):
     mode = rng.choice(['recompute', 'swap'])
     return World(rng.randint(2, 14), rng.choice([1, 2, 3, 4]), rng.randint(1, 6), rng.randint(1, 14),
                  rng.choice(['vllm'] * 4 + ['static', 'dynamic']), preemption=mode, victim=rng.choice(list(VICTIMS)),
-                 swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7, reserve_max=rng.random() < .1, **more)
+                 swap_mb=rng.choice([None, 1, 4]), prefix_caching=rng.random() < .7,
+                 reserve_max=rng.random() < .1, **more)
 
 def live_on(w, rng, events=40):
     "Random events, then the end"
