@@ -176,8 +176,8 @@ def serve_command(
 )->int:                              # exit code: 1 if the engine failed
     "Serve a model over HTTP, as OpenAI's API"
     config = _knobs(locals())
-    serve = _server()
-    failed, key = list[Exception](), os.environ.get('CBATCH_API_KEY') or None if api_key is None else api_key
+    serve, failed = _server(), list[Exception]()
+    key = os.environ.get('CBATCH_API_KEY') or None if api_key is None else api_key
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)
     with _told_once(failed): return serve(

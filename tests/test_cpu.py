@@ -370,13 +370,14 @@ template <typename T, bool CODES> void whole_step() {     // a model of one laye
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
     for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
-    std::vector<int8_t> rows8(N * hidden); std::vector<float> scales(N * hidden / 32); std::vector<int> sums(N * hidden / 32);
+    std::vector<int8_t> rows8(N * hidden); std::vector<float> scales(N * hidden / 32);
+    std::vector<int> sums(N * hidden / 32);
     LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(),
                starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), rows8.data(),
                scales.data(), sums.data(), spent.data(), N, 2, 1, 1, 2};
     run<T>(m, r);
     // equal numbers, normed to 1, times a hundredth
-    for (T y : logits) if (!(std::fabs(one(y) - .01f * hidden) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }
+    for (T y : logits) if (!(std::fabs(one(y) - .01f * hidden) < 1e-2)) std::printf("wrong %f", one(y)), std::exit(1);
 }
 int main() {
     attention<float>(); attention<bf16>(); whole_step<float, false>(); whole_step<bf16, false>();

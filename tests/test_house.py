@@ -16,7 +16,8 @@ SCRIPTS = [p for pat in FOLDERS for p in sorted(ROOT.glob(pat))]
 ORDER = '''
 params core model quant kept loading native cpp sampling drawing sampler text token_loop static_batching
 kv_blocks paged_attention
-kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu kernels.coded_product kernels.lean_step kernels.lean
+kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu
+kernels.coded_product kernels.lean_step kernels.lean
 kernels.triton_backend backends
 ragged_batch runner roster scheduler preemption prefix_caching policies schemes queues catalog
 guesses draft_model

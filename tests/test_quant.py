@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch import LLM
 from cbatch.kept import GGUFFile, check_way
-from cbatch.kernels.lean import misfit
 from cbatch.loading import load_model, smollm2_gguf
 from cbatch.model import tiny_lm
 from cbatch.params import ParamError
@@ -104,9 +103,6 @@ def test_an_engine_on_codes(arch, bits):
     for n, p in lm.hf_model.named_parameters(): assert torch.equal(p, before[n])
     floats = unpack(coded)
     for (p, a), (_, b) in zip(answers(coded), answers(floats)): assert compare_tokens(floats, p, a, b)
-
-def test_the_lean_model_declines(tiny):
-    assert misfit(tiny) is None and 'CodedEmbedding' in misfit(quantise(tiny))
 
 def test_ties_are_kept_and_casts_leave_codes_alone():
     lm = quantise(tiny_lm('llama', tie_word_embeddings=True))
