@@ -6,37 +6,18 @@ A1, S3 and the others are."""
 import random
 from cbatch.core import Request
 from cbatch.params import EngineConfig, SamplingParams
-from cbatch.kv_blocks import BlockManager, slot_mapping
+from cbatch.kv_blocks import BlockManager
 from cbatch.catalog import get_policy
 from cbatch.guesses import Guesses
 from cbatch.policies import Dynamic, Static
-from cbatch.proof import ToyMemory, steps_left, toy_answer as alone, toy_says
+from cbatch.proof import ToyMemory, steps_left, toy_answer as alone
 from cbatch.scheduler import Scheduler
 
 class Memory(ToyMemory):
-    "The package's, stricter: under a policy that pauses nobody, a step swaps out or in, not both; and with guesses"
+    "The package's, stricter: under a policy that pauses nobody, a step swaps out or in, not both"
     def move(self, plan):
         assert not (plan.swap_out and plan.swap_in), 'a host block could be overwritten before it is read'
         self.copy(plan)
-
-    def execute(self, plan):
-        out = super().execute(plan)
-        for x in plan.scheduled:
-            if x.draft: self.check_guesses(x, out.sampled[x.request.request_id])
-        return out
-
-    def check_guesses(self, x, got):
-        "Write the guesses of a share behind its own tokens, and take them as far as they hold"
-        r, n, stop = x.request, len(x.request.output_ids), x.stop + len(x.draft)
-        r.output_ids += x.draft
-        try:
-            slots = slot_mapping(r.block_table, 0, stop, self.block_size)
-            for pos in range(x.stop, stop): self.write(r, pos, slots[pos])
-            assert [self.device[s] for s in slots] == list(enumerate(r.tokens(0, stop)))
-            for t in x.draft:
-                if t != got[-1] or t in r.stop_ids: break
-                got.append(toy_says(r, r.tokens(0, x.stop + len(got))))
-        finally: del r.output_ids[n:]
 
 def draw_policy(rng):
     return rng.choice(['vllm', 'vllm', Static(True), Static(False), Dynamic(2, pad=rng.random() < .5)])
