@@ -1,4 +1,4 @@
-"""What guesses are worth: python bench/guesses.py [--task edit|summarise|rag|chat] [--temperature 0,.7,1] [--slots 1,4,32]
+"""What guesses are worth: python bench/guesses.py [--task edit|summarise|rag|chat] [--temperature 0,.7,1] [--slots 1,4]
 
 Writes bench/records/guesses.json. The same requests on the same weights by an engine without guesses and by one that
 looks them up, in turns within one run, one prompt after the other (or one crowd, with more than one slot); both must
@@ -62,7 +62,7 @@ class Meter:
         self.llm, self.s, self.decode_s, self.tokens, self.decode_tokens, self.guess_s = llm, 0., 0., 0, 0, 0.
         self.decode_steps, self.start = 0, llm.counters.as_dict()
         if llm.config.guesses == 'off': return
-        g = llm.scheduler.guesses = get_guesses(llm.config, llm.model.vocab_size)      # knows nothing
+        g = llm.scheduler.guesses = get_guesses(llm.config, llm.model)      # knows nothing
         g.add, g.learn = self.timed(g.add), self.timed(g.learn)
 
     def timed(self, f:Callable)->Callable:
@@ -141,9 +141,11 @@ def main():
         wish = lambda i: SamplingParams(temperature=temperature, max_tokens=lens[i] if lens else a.tokens, seed=a.seed)
         asked = [(q, wish(i)) for i, q in enumerate(prompts(task, n))]
         sizes = dict(max_num_seqs=slots, num_blocks=80 * max(4, slots))
-        with engine(lm, a, **sizes) as plain, engine(lm, a, guesses='lookup', max_guesses=a.max_guesses, **sizes) as guessing:
+        guesses = dict(guesses='lookup', max_guesses=a.max_guesses)
+        with engine(lm, a, **sizes) as plain, engine(lm, a, **sizes, **guesses) as guessing:
             got = compare(plain, guessing, [[x] for x in asked] if slots == 1 else [asked], rounds)
-        share = ' '.join(f'{k} {got[k]:.3f}' for k in ('ratio', 'ratio_of_all', 'acceptance', 'guessing_share') if got[k])
+        some = 'ratio', 'ratio_of_all', 'acceptance', 'guessing_share'
+        share = ' '.join(f'{k} {got[k]:.3f}' for k in some if got[k])
         print(f"{slots} slots, {task}, T={temperature:g}: {share}, {got['tokens_per_step'][1]:.2f} a step", flush=True)
         return dict(slots=slots, task=task, temperature=temperature) | got
     by_rows = rows(lm, a)
@@ -152,7 +154,7 @@ def main():
     lens = [x.output_len for x in w64(a.seed)]
     long = [run(32, 'chat', x, lens[:8] if a.quick else lens) for x in a.temperature]
     sweep = [run(s, t, 0., rounds=1) for s in a.sweep for t in ('edit', 'chat') if t in a.task]
-    write_record(None if a.quick else OUT, **vars(a) | dict(sweep=sweep), model='smollm2', dtype='bfloat16', rows=by_rows,
-                 runs=runs, w64=long)
+    write_record(None if a.quick else OUT, **vars(a) | dict(sweep=sweep), model='smollm2', dtype='bfloat16',
+                 rows=by_rows, runs=runs, w64=long)
 
 if __name__ == '__main__': main()

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, Callable, get_args
+from typing import Any, Callable, NoReturn, get_args
 from fastcore.docments import docments
 from .bench import bench_scheduler, bench_serve, bench_throughput
 from .capacity import capacity_command
@@ -99,21 +99,21 @@ def _make_llm(model:str, failed:list[Exception], **config:Any)->Any:
     return llm
 
 # %% ../nbs/69_cli.ipynb #de8384fa
-_AS_VLLM = dict(ngram=('prompt_lookup_min', 'prompt_lookup_max'))   # method: what it takes
+_AS_VLLM = dict(ngram=('prompt_lookup_min', 'prompt_lookup_max'), draft_model=('model',))   # method: what it takes
 
-def _refuse(what:str): raise ParamError('speculative_config', f"speculative_config {what}")
+def _refuse(what:str)->NoReturn: raise ParamError('speculative_config', f"speculative_config {what}")
 
 def speculative(
     said:str|dict[str, Any], # as JSON, or read already
 )->dict[str, Any]:           # `guesses` and `max_guesses`, for an engine
     "What vLLM's `speculative_config` means here; `ParamError` for what means nothing"
     try: d = json.loads(said) if isinstance(said, str) else said
-    except ValueError: d = None
+    except (ValueError, RecursionError): d = None
     if not isinstance(d, dict): _refuse(f"is {said!r:.80}: must be a JSON object, as "
                                         '{"method": "ngram", "num_speculative_tokens": 5}')
     d = {k: x for k, x in d.items() if x is not None}
-    method = d.pop('method', None)
-    if method not in _AS_VLLM: _refuse(f"method={method!r:.80}: must be {' or '.join(_AS_VLLM)}")
+    method = d.pop('method', 'draft_model' if 'model' in d else None)
+    if method not in [*_AS_VLLM]: _refuse(f"method={method!r:.80}: must be {' or '.join(_AS_VLLM)}")
     takes = 'num_speculative_tokens', *_AS_VLLM[method]
     for k in d:
         if k not in takes: _refuse(f"has {k}{near(k, takes)}; known here with {method}: {', '.join(takes)}")
@@ -121,6 +121,10 @@ def speculative(
     return dict(guesses=_guesser(method, d), max_guesses=n)
 
 def _guesser(method:str, d:dict[str, Any])->Any:
+    if method == 'draft_model':
+        if not isinstance(d.get('model'), str): _refuse("has no model: name the smaller one that is to guess")
+        from cbatch.draft_model import DraftModel
+        return DraftModel(d['model'])
     own = Lookup()
     lo = check_whole('prompt_lookup_min', d.get('prompt_lookup_min', own.least), 2, 'an integer from 2 up')
     hi = check_whole('prompt_lookup_max', d.get('prompt_lookup_max', max(lo, own.longest)), lo, f'from {lo} up')

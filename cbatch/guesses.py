@@ -33,7 +33,7 @@ class Guesser:
         return [self.guess(r, n) for r, n in zip(rs, most)]
     def forget(self, r:Request): pass                                                # it has ended
 
-# %% ../nbs/25_guesses.ipynb #bec6b997
+# %% ../nbs/25_guesses.ipynb #16bb45bd
 class _Index:
     "The tokens of a request, and for each the place before it where the same pair of tokens ended"
     __slots__ = 'text', 'before', 'heads', 'num_known', 'along'
@@ -47,7 +47,8 @@ class _Index:
         self.heads, self.before = array('i', [-1]) * size, array('i', [-1])
         for i in range(1, len(self.text)): self._link(i)
 
-    def _slot(self, i:int)->int: return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
+    def _slot(self, i:int)->int:
+        return (self.text[i-1] * 0x9E3779B1 + self.text[i] * 0x85EBCA6B >> 7) & len(self.heads) - 1
 
     def _link(self, i:int):
         k = self._slot(i)
@@ -58,7 +59,7 @@ class _Index:
         "Take in what the request has said since"
         at = len(self.text) - self.num_known
         for i in range(at, len(r.output_ids)):
-            if self.along == i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
+            if i < len(r.prediction) and r.output_ids[i] == r.prediction[i]: self.along += 1
             self.text.append(r.output_ids[i])
             if len(self.text) > 1: self._link(len(self.text) - 1)
         if len(self.text) > len(self.heads): self._build()
@@ -134,7 +135,6 @@ class RowCost:
         self.row = min(max(row, likely / 5), y / x)
         self.base = (y - self.row * x) / n
 
-
 # %% ../nbs/25_guesses.ipynb #c082a1d9
 class Odds:
     "How often guesses hold, learned from those that were checked: by temperature and by what spoke for them"
@@ -161,10 +161,10 @@ class Odds:
             out.append(p)
         return out
 
-
 # %% ../nbs/25_guesses.ipynb #b613b33d
 class Guesses:
     "Adds guesses to a plan, from what nobody else wants, and learns what became of them"
+    margin = 1.4       # a guess must be worth so much more than its row
     def __init__(self,
         guesser:Guesser,
         most:int=8,            # guesses for a request in a step
@@ -187,6 +187,7 @@ def _most(self:Guesses, s:Scheduler, x:Scheduled)->int:
         raise s.wrong(f"guess gave {most!r} tokens to {r.request_id}: give a whole number, at most {n}")
     return most
 
+# %% ../nbs/25_guesses.ipynb #8ecf422d
 @patch
 def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
     "What the guesser says, looked at: a token that is none would be computed like any other"
@@ -202,7 +203,7 @@ def _ask(self:Guesses, rs:list[Request], most:list[int])->list[Guess]:
         out.append(Guess(tokens, match))
     return out
 
-# %% ../nbs/25_guesses.ipynb #3ee2e3e1
+# %% ../nbs/25_guesses.ipynb #f83ca6ff
 @patch
 def _worth(self:Guesses,
     plan:Plan,
@@ -211,10 +212,11 @@ def _worth(self:Guesses,
 )->list[int]:               # guesses for each
     "Take guesses, the likeliest first, as long as each makes more tokens per second"
     tokens, seconds = sum(x.rows > 0 for x in plan.scheduled) + 0., self.cost.seconds(plan.num_tokens)
-    row, taken = self.cost.row + each if self.when == 'pays' else 0., [0] * len(odds)
-    some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > row * tokens]
+    row, taken = self.cost.row + each, [0] * len(odds)
+    price = self.margin * row if self.when == 'pays' else 0.
+    some = [(p, i) for i, ps in enumerate(odds) for p in ps if p * seconds > price * tokens]
     for p, i in sorted(some, key=itemgetter(0), reverse=True)[:plan.left - plan.num_padding]:
-        if p * seconds <= row * tokens: break
+        if p * seconds <= price * tokens: break
         tokens, seconds, taken[i] = tokens + p, seconds + row, taken[i] + 1
     return taken
 
@@ -227,7 +229,6 @@ def _room(self:Guesses, s:Scheduler, r:Request, stop:int, odds:list[float])->int
     starts = range(have, n, b.block_size)           # the first guess in each block
     free, idle = b.num_free_blocks - s.promised - s.watermark, b.num_idle(len(starts))
     return next((first for k, first in enumerate(starts) if k >= free or k >= idle and odds[first] <= .5), n)
-
 
 # %% ../nbs/25_guesses.ipynb #b565f0ef
 @patch
@@ -255,6 +256,7 @@ def add(self:Guesses, s:Scheduler, plan:Plan):
         plan.scheduled[i] = x._replace(draft=tuple(self.asked[r].tokens[:n]), rows=1 + n)
         plan.left -= n
 
+# %% ../nbs/25_guesses.ipynb #d933556c
 @patch
 def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
     "What became of the guesses of a step, computed or not, and how long it took"
@@ -268,11 +270,9 @@ def learn(self:Guesses, plan:Plan, out:StepOutput, now:float):
         if not (g := self.asked.get(r)): continue
         for match, (token, true) in enumerate(zip(g.tokens, got), g.match):
             self.odds.seen(r, match, token == true)
-            if token != true: break
     seconds = now - plan.now - (self.guesser.took if self.asked else 0.)
     self.asked = {}
     if plain and plan.scheduled and seconds > 0: self.cost.seen(plan.num_tokens, seconds)
-
 
 # %% ../nbs/25_guesses.ipynb #ae95a174
 def get_guesses(

@@ -17,8 +17,10 @@ from tqdm.auto import tqdm
 from .bench import named_model
 from .catalog import POLICIES, get_policy
 from .cost import Cost
+from .guesses import get_guesses
 from .lab_page import FRONTIERS, Lab, frontier, part
 from .measures import MEASURES, judge
+from .params import EngineConfig
 from .people import Person, crowd, let_in
 from .results import machine, read_goodput, refuse_few, refuse_folders, write_record
 from .trace_format import written
@@ -151,6 +153,13 @@ def _work(workload:str, rate:float, num_prompts:int|None, seed:int, columns:str=
     work = work[:num_prompts] if num_prompts else work
     return work.at(arrivals(len(work), rate, seed=seed)) if rate else work
 
+def _guessing(guesses:str, run:bool)->dict[str, Any]:
+    "What an engine is told of guesses; `ValueError` where there is none"
+    if guesses == 'off': return {}
+    if not run: raise ValueError(f"--guesses {guesses} needs --run: a simulation says nothing that could be guessed")
+    get_guesses(EngineConfig(guesses=guesses))
+    return dict(guesses=guesses)
+
 def cost_of(
     text:str, # measured, stated, or a file of `Cost.to_json`
 )->Cost:
@@ -180,6 +189,7 @@ def lab_command(
     run:bool=False,             # run it on a model here, and compare all answers
     model:str='smollm2',        # to run it on
     dtype:str='float32',        # of the model
+    guesses:str='off',          # with --run: who guesses what may follow, off or lookup
     look:str='static,vllm',     # the page shows the steps of these
     html:str|None=None,         # write a page here
     record:str|None=None,       # write the numbers as JSON
@@ -190,10 +200,10 @@ def lab_command(
     refuse_folders(html=html, record=record)
     for p in filter(None, f'{policies},{look}'.split(',')): get_policy(p)
     work, slos, price = _work(workload, rate, num_prompts, seed, columns), read_goodput(slo), cost_of(cost)
-    lm = named_model(model, dtype) if run else None
+    more, lm = _guessing(guesses, run), named_model(model, dtype) if run else None
     slots = (work.max_num_seqs or 32) if max_num_seqs is None else max_num_seqs
     lab = run_lab(work, [p for p in policies.split(',') if p], price, lm, slos, seed, look.split(','),
-                  max_num_seqs=slots, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks)
+                  max_num_seqs=slots, max_num_batched_tokens=max_num_batched_tokens, num_blocks=num_blocks, **more)
     _save(lab, html, record, workload=workload, seed=seed)
     return int(run and not _all_equal(lm, work, seed, lab.answers))
 

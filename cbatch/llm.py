@@ -77,11 +77,18 @@ def _way(self:LLM)->str:
     return f"{m.name}, {str(m.dtype)[6:]} on {m.device}" + (f", {path}" if path else '')
 
 @patch
+def _guessing(self:LLM)->str:
+    "Who guesses, and how many tokens; empty if nobody does"
+    g = self.scheduler.guesses
+    return f"{g.guesser.name}, at most {g.most} tokens" if g else ''
+
+@patch
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
     c, room = self.config, self.num_blocks * self.config.block_size
     pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
-    return (f"LLM({self._way()}, policy {self.scheduler.policy.name}; "
+    who = f"policy {self.scheduler.policy.name}" + (f", guesses by {g}" if (g := self._guessing()) else '')
+    return (f"LLM({self._way()}, {who}; "
             f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
 
 @patch
@@ -95,8 +102,11 @@ def _repr_html_(self:LLM)->str:
             'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
             'now': f"{now['num_running']} running, {now['num_waiting']} waiting",
             'so far': f'{steps}, slot utilisation {use}'}
+    if g := self._guessing():
+        rows['guesses'] = f"{g}; {now['num_accepted_tokens']:,} of {now['num_guessed_tokens']:,} held"
     return '<table>' + ''.join(f'<tr><td>{k}</td><td>{escape(v)}</td></tr>' for k, v in rows.items()) + '</table>'
 
+# %% ../nbs/37_llm.ipynb #f7a54e95
 @patch
 def encode(self:LLM,
     prompt:Any, # text, token ids, or a list of messages

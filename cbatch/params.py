@@ -148,7 +148,9 @@ ELSEWHERE = dict(
     random_seed='seed', top_logprobs='logprobs', bad_words_ids='bad_words', torch_dtype='dtype', scheduling='policy',
     max_batch_size='max_num_seqs', max_seq_len='max_model_len', num_gpu_blocks_override='num_blocks',
     swap_space='swap_mb', enable_prefix_caching='prefix_caching', enforce_eager='cuda_graphs (False is eager)',
-    mem_fraction_static='gpu_memory_utilization')   # what other frameworks say: what it is called here
+    mem_fraction_static='gpu_memory_utilization', speculative_config='guesses (and max_guesses)',
+    speculative_model='guesses', num_speculative_tokens='max_guesses', prompt_lookup_num_tokens='max_guesses',
+    assistant_model='guesses')   # what other frameworks say: what it is called here
 
 def near(
     name:str,

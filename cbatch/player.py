@@ -51,7 +51,7 @@ def timeline_svg(
     for b in every:
         out.append(rect(b.kind, b.slot, b.start, b.stop, f'<title>{escape(b.request_id or "")} {b.kind}</title>'))
     for c in tried:
-        tip = f'<title>{escape(c.request_id)} {c.guessed} guessed, {c.kept} kept</title>'
+        tip = f'<title>{escape(c.request_id)} {c.guessed:.3g} guessed, {c.kept:.3g} kept</title>'
         at = c.slot, c.start, c.stop, tip
         out += [rect('guessed', *at, 0, c.kept * unit)] * (c.kept > 0)
         out += [rect('rejected', *at, c.kept * unit, c.guessed * unit)] * (c.kept < c.guessed)

@@ -190,7 +190,7 @@ def _families(self:Exporter, m:dict[str, Any])->Iterator[Metric]:
     head = why_waiting(self.record) if self.record and m['num_waiting'] else None
     waits, what = {k: m['num_waiting'] * (k == head) for k in REASONS}, 'Answers in the queue, by why its head waits'
     yield self._by(GaugeMetricFamily, f'{ours}:num_requests_waiting_by_reason', what, 'reason', waits)
-    held, what = {str(i): n for i, n in enumerate(m['accepted_at'])}, 'Guessed tokens that held, by place: 0 is the first'
+    held, what = {str(i): n for i, n in enumerate(m['accepted_at'])}, 'Guesses that held, by place: 0 is the first'
     yield self._by(CounterMetricFamily, f'{ours}:spec_decode_num_accepted_tokens_per_pos', what, 'position', held)
     slots = {k: m[key] for k, key in SLOTS.items()}
     yield self._by(CounterMetricFamily, f'{own}:slot_steps', 'Slots x steps, by what a slot did', 'use', slots)

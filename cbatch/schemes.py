@@ -181,7 +181,10 @@ def spare(self:SGLang, s:Scheduler, r:Request, plan:Plan)->int:
 def on_update(self:SGLang, s:Scheduler, plan:Plan, out:StepOutput):
     "The ratio falls, or rises after a retract; and does the cache hold anything new?"
     size, filled = s.blocks.block_size, bool(plan.blocks)        # blocks given away have lost their names
-    self.stale = self.stale or filled or any(x.stop % size < x.stop - x.start for x in plan.scheduled)
+    for x in plan.scheduled:
+        stop = x.stop + max(0, len(out.sampled.get(x.request.request_id, ())) - 1)      # past the guesses that held
+        filled = filled or stop % size < stop - x.start
+    self.stale = self.stale or filled
     if plan.preempted:
         said, most = sum(len(r.output_ids) for r in s.running), sum(r.max_tokens for r in s.running)
         self.ratio = min(1., (said + AHEAD * len(s.running)) / (most + 1))

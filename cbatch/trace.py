@@ -134,7 +134,8 @@ def failed(self:Trace, plan:Plan):
     rec.scheduled = []
     rec.decisions.append(Decision(None, Kind.FAILED))
     ended = [(r.request_id, r.finish_reason or '') for r in plan.expired]
-    self._keep(rec, ended, 0).num_free_blocks = self.live.num_free_blocks
+    self._keep(rec, ended, 0)
+    rec.num_free_blocks = self.live.num_free_blocks      # with the blocks that it gave
 
 @patch
 def _keep(self:Trace, rec:StepRecord, finished:list[tuple[str, str]], num_free_blocks:int)->StepRecord:

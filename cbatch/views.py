@@ -63,26 +63,35 @@ class GuessBar:
     slot:int
     start:float
     stop:float
-    guessed:int          # tokens, in each step
-    kept:int             # of them
+    guessed:float        # tokens in a step
+    kept:float           # of them
     request_id:str
+
+def _column(some:list[GuessBar])->GuessBar:
+    "Steps of a request side by side as one, with their means"
+    a, mean = some[0], lambda xs: sum(xs) / len(some)
+    made, kept = mean(g.guessed for g in some), mean(g.kept for g in some)
+    return GuessBar(a.slot, a.start, some[-1].stop, made, kept, a.request_id)
 
 def guess_bars(
     trace:Trace,
-    by:str='step', # x axis: step, or time in seconds since the first kept step began
+    by:str='step',    # x axis: step, or time in seconds since the first kept step began
+    columns:int=400,  # at most
 )->list[GuessBar]:
     "The guesses of a trace; none where nobody guesses"
-    recs, last = trace.records, dict[int, GuessBar]()
-    res:list[GuessBar] = []
+    recs, res, last = trace.records, list[GuessBar](), dict[int, GuessBar]()
     if not any(rec.guessed for rec in recs): return res
-    for rec, state in trace.replay():
+    steps:dict[tuple[int, int, str], list[GuessBar]] = {}
+    for i, (rec, state) in enumerate(trace.replay()):
         a, b = (rec.step, rec.step + 1) if by == 'step' else (rec.start - recs[0].start, rec.end - recs[0].start)
-        for r, (guessed, kept, _) in rec.guessed.items():
-            if not guessed or not any(s[0] == r for s in rec.scheduled): continue      # or the step failed
-            new, old = GuessBar(state.slots[r], a, b, guessed, kept, r), last.get(state.slots[r])
-            alike = old and (old.guessed, old.kept, old.request_id) == (guessed, kept, r)
-            if old and alike and a - old.stop <= (b - a) / 2: old.stop = b
-            else: res.append(new); last[new.slot] = new
+        for r, *_ in rec.scheduled:
+            one = GuessBar(state.slots[r], a, b, *rec.guessed.get(r, (0, 0))[:2], r)
+            steps.setdefault((i // cdiv(len(recs), columns), one.slot, r), []).append(one)
+    for new in filter(lambda g: g.guessed, map(_column, steps.values())):
+        old = last.get(new.slot)
+        alike = old and (old.guessed, old.kept, old.request_id) == (new.guessed, new.kept, new.request_id)
+        if old and alike and new.start - old.stop <= (new.stop - new.start) / 2: old.stop = new.stop
+        else: res.append(new); last[new.slot] = new
     return res
 
 # %% ../nbs/31_views.ipynb #4045516e

@@ -33,7 +33,8 @@ class Company:
     def honest(self):
         prompt, n = self.rng.choice(list(self.refs))
         stream = self.rng.random() < .5
-        r = self.w.complete(list(prompt), max_tokens=n, stream=stream, priority=self.rng.randint(0, 3))
+        said = self.rng.choice([None, self.refs[prompt, n], [*prompt], []])
+        r = self.w.complete(list(prompt), max_tokens=n, stream=stream, priority=self.rng.randint(0, 3), prediction=said)
         if r.status == 429: assert int(r.headers['retry-after']) >= 1; return 'busy'
         assert r.status == 200, (r.status, r.body)
         if stream and 'error' in r.frames[-1]: raise AssertionError(r.frames[-1])
@@ -63,6 +64,7 @@ class Company:
         body = self.rng.choice([b'', b'{', b'\xff' * 50, b'[' * 5000, b'{"model": "tiny"}',
                                 b'{"model": "tiny", "prompt": "x", "n": 99}', b'{"model": "no", "prompt": "x"}',
                                 json.dumps(dict(model='tiny', prompt=[5] * 500)).encode(),
+                                json.dumps(dict(model='tiny', prompt='x', prediction=[999])).encode(),
                                 json.dumps(dict(model='tiny', prompt='x', tools=1, logit_bias={'999': 1})).encode()])
         r = self.w.ask('POST', self.rng.choice(['/v1/completions', '/v1/chat/completions', '/nowhere']), body)
         assert 400 <= r.status < 500, (body, r.status, r.body)
@@ -121,7 +123,7 @@ def soak(seconds, seed=0, clients=8):
     prompts = [draw() for _ in range(20)]
     refs, did, failed = {(p, n): ref(model, p, n).text for p, n in prompts}, Counter(), []
     files, before = num_files(), held()
-    pool = dict(num_blocks=40, max_num_seqs=6, watermark=0., trace=200)
+    pool = dict(num_blocks=40, max_num_seqs=6, watermark=0., trace=200, guesses='lookup', guess_when='always')
     with web(model, trace=True, send_timeout_s=2., limits=dict(max_waiting=24), engine=pool) as w:
         poison(w.llm)
         start, end = time.monotonic(), time.monotonic() + seconds

@@ -113,6 +113,19 @@ def test_text_messages_and_logprobs(engine, tiny):
             assert all(len(x.outputs[0].logprobs) == len(x.outputs[0].token_ids) for x in items)
     asyncio.run(main())
 
+def test_predictions(engine, tiny):
+    want = solo(tiny, P[0]).token_ids
+    async def main():
+        async with serving(engine(guesses='lookup', guess_when='always', max_guesses=4)) as a:
+            for said, held in ((want, 8), (tuple(want[:3]), 2), ([], 0)):
+                o = await a.generate(P[0], sp(), prediction=said)
+                assert o.outputs[0].token_ids == want and o.metrics.num_accepted_tokens >= held
+            items = await read(await a.add(P[0], sp(), prediction=want))
+            assert tokens(items) == want and len(items) < len(want) // 2
+            for odd in (5, [999], ['x'], dict(content='x'), 'a\ud800'):
+                with pytest.raises(ValueError, match='prediction'): await a.add(P[0], sp(), prediction=odd)
+    asyncio.run(main())
+
 def test_n_answers_share_a_stream(engine, tiny):
     "Case 13: sample i is the same whatever n and the company"
     def drawn(n): return SamplingParams(n=n, seed=7, temperature=1., max_tokens=8, ignore_eos=True)

@@ -51,7 +51,7 @@ def test_nothing_came_back():
 
 def test_chunks_share_their_gap():
     t = token_times([(1., 3), (2., 1), (3., 4)])
-    assert t == [1., 1., 1., 2., 2.25, 2.5, 2.75, 3.] and itls_s(M(0., None, t, 3.)) == [0., 0., 1.] + [.25] * 4
+    assert t == [1., 1., 1., 2., 2.25, 2.5, 2.75, 3.] and itls_s(M(0., None, t, 3.)) == [1.] + [.25] * 4
     assert ttft_s(M(0., None, t, 3.)) == 1. and tpot_s(M(0., None, t,
                                                          3.)) == pytest.approx(2 / 7) and token_times([]) == []
 

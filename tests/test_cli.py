@@ -55,6 +55,10 @@ def fresh(*args):
     (('bench', 'serve', '--policy', 'x'), 2, "policy='x'"),
     (('bench', 'throughput', '--max-num-batched-tokens', '0'), 2, 'max_num_batched_tokens=0'),
     (('bench', 'nothing'), 2, "no command 'bench nothing'"), (('help', 'dmeo'), 2, "no command 'dmeo'"),
+    (('serve', 'x', '--guesses', 'lokup'), 2, "guesses='lokup'"),
+    (('serve', 'x', '--max-guesses', '0'), 2, 'max_guesses=0'),
+    (('lab', 'rush', '--guesses', 'lookup'), 2, '--guesses lookup needs --run'),
+    (('serve', 'x', '--speculative-config', '{"method": "eagle"}'), 2, "method='eagle'"),
     (('demo', '--rate', '0'), 2, 'rate=0'), (('replay', '/no/such/trace.jsonl'), 2, 'No such file')])
 def test_answers_at_once_without_torch(args, code, said):
     rc, out, err = fresh(*args)
@@ -108,6 +112,54 @@ def test_numbers_that_serve_refuses(capsys):
                        (['--keep-alive', 'nan'], '--keep-alive=nan'), (['--api-key', ''], 'api_key: ')):
         assert main(['serve', 'x', *args]) == 2
         assert word in capsys.readouterr().err
+
+@pytest.fixture
+def served(monkeypatch):
+    "What `cbatch serve` tells the engine"
+    seen = []
+    monkeypatch.setattr('cbatch.cli._make_llm', lambda model, failed, **config: seen.append(config))
+    monkeypatch.setattr('cbatch.server.serve', lambda make, *a, **kw: make() or 0)
+    def run(*args):
+        assert main(['serve', 'x', *args]) == 0
+        return {k: seen[-1].get(k) for k in ('guesses', 'max_guesses', 'guess_when')}
+    return run
+
+def test_guesses_on_the_command_line(served):
+    assert served() == dict(guesses=None, max_guesses=None, guess_when='pays')         # the engine's own
+    said = served('--guesses', 'lookup', '--max-guesses', '3', '--guess-when', 'always')
+    assert said == dict(guesses='lookup', max_guesses=3, guess_when='always')
+
+@pytest.mark.parametrize('config,want', [
+    (dict(), (8, 2, 8)), (dict(num_speculative_tokens=5, prompt_lookup_max=4, prompt_lookup_min=2), (5, 2, 4)),
+    (dict(prompt_lookup_max=6), (8, 2, 6)), (dict(prompt_lookup_min=9, prompt_lookup_max=None), (8, 9, 9))])
+def test_guesses_in_vllm_s_words(served, config, want):
+    said = served('--speculative-config', json.dumps(dict(method='ngram') | config))
+    assert (said['max_guesses'], said['guesses'].least, said['guesses'].longest) == want
+
+def test_a_draft_model_in_vllm_s_words(served, folder):
+    for more in ({}, dict(method='draft_model')):
+        said = served('--speculative-config', json.dumps(dict(model=str(folder), num_speculative_tokens=3) | more))
+        assert said['max_guesses'] == 3 and said['guesses'].model.vocab_size == tiny_lm().vocab_size
+
+@pytest.mark.parametrize('config,word', [
+    ('ngram', 'must be a JSON object'), ('[]', 'must be a JSON object'), ('{}', 'method=None'),
+    ('{"method": ["ngram"]}', "method=['ngram']"), ('{"method": "ngram", "model": "x"}', 'has model'),
+    ('{"method": "ngram", "num_speculative_tokens": 0}', 'num_speculative_tokens=0'),
+    ('{"method": "ngram", "num_speculative_tokens": "5"}', 'num_speculative_tokens'),
+    ('{"method": "ngram", "prompt_lookup_min": 1}', 'prompt_lookup_min=1'),
+    ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}', 'prompt_lookup_max=4: must be from 5 up'),
+    ('{"method": "ngram", "prompt_lookup_mim": 5}', 'did you mean prompt_lookup_min'),
+    ('{"method": "draft_model"}', 'has no model'), ('{"model": "/no/such/model.gguf"}', '/no/such/model.gguf'),
+    ('{"model": "x", "draft_tensor_parallel_size": 1}', 'has draft_tensor_parallel_size')])
+def test_what_vllm_says_and_has_no_meaning_here(capsys, config, word):
+    assert main(['serve', 'x', '--speculative-config', config]) == 2
+    err = capsys.readouterr().err
+    assert word in err and 'Traceback' not in err
+
+def test_guesses_are_said_once(capsys):
+    for own in ('--guesses=off', '--max-guesses=4'):
+        assert main(['serve', 'x', own, '--speculative-config', '{"method": "ngram"}']) == 2
+        assert 'give one of them' in capsys.readouterr().err
 
 def test_files_that_can_not_be_written_are_refused_before_the_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

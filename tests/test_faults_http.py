@@ -219,6 +219,21 @@ def test_fault_14_values_that_change_nothing(w):
     assert w.chat(chat_template_kwargs={}, tools=[], tool_choice='none', response_format=dict(type='text'),
                   audio=None).status == 200
 
+def test_fault_14_predictions_that_are_none(nothing_added):
+    w = nothing_added
+    content = lambda x: dict(type='content', content=x)
+    for odd in ('text', 5, [], True, {}, dict(type='content'), dict(content='x'), dict(type='text', content='x'),
+                dict(type='content', content='x', weight=1), *map(content, (5, [], {}, [5], ['x'], [dict(text='x')],
+                [dict(type='image_url', image_url='x')], [dict(type='text', text=5)]))):
+        e = refused(w.chat(prediction=odd), param='prediction')
+        assert e['message'].startswith('prediction')
+    for odd in (5, True, {}, [-1], [258], ['x'], [[5]], dict(type='text', content='x'), content([5])):
+        refused(w.complete(prediction=odd), param='prediction')
+
+def test_fault_14_predictions_longer_than_any_answer(w):
+    for odd in ('', 'x' * 30_000, [5] * 30_000, dict(type='content', content='')):
+        assert w.complete(prediction=odd).status == 200
+
 def test_fault_15_unknown_model(nothing_added):
     w = nothing_added
     for name in ('gpt-4', '../../etc/passwd', 'TINY', 'tiny/'):

@@ -13,9 +13,13 @@ from cbatch.lab import bench_policies, label, lab_command, measured_cost, run_la
 from cbatch.lab_page import FRONTIERS, Lab, frontier, part, window
 from cbatch.measures import MEASURES, Line, Pool, Shares, account, best, judge, text_table, unbeaten, users_of
 from cbatch.metrics import head_of_line_s
-from cbatch.simulator import simulate
+from cbatch.driving import VirtualClock
+from cbatch.llm import LLM
+from cbatch.model import tiny_lm
+from cbatch.simulator import serve_on, simulate
 from cbatch.trace import Trace
 from cbatch.workloads import Workload, WorkItem
+from heard import Heard
 
 def crowd(seed, n=22, users=3):
     "Small odd requests in bursts: some share a beginning, some are urgent, some come while a step runs"
@@ -27,6 +31,17 @@ def crowd(seed, n=22, users=3):
     return Workload(f'crowd {seed}', items)
 
 SMALL = dict(max_num_seqs=5, max_num_batched_tokens=23, block_size=4)
+
+def guessing(policy, work, seed=0, **more):
+    "The same people, served by an engine that has heard them before"
+    def serve(g):
+        lm = tiny_lm()
+        with LLM(lm, policy=policy, guesses=g, guess_when='always', max_guesses=6, **SMALL, **more) as llm:
+            VirtualClock(llm)
+            return serve_on(llm, work, seed)
+    g = Heard()
+    g.listen(serve)
+    return serve(g)
 
 def served(policy, seed=0, **more):
     rng = random.Random(seed)
@@ -60,11 +75,26 @@ def test_a_seat_that_was_left_between_two_steps_is_empty():
         line.end(rec)
     assert line.needless == {r: head_of_line_s(t, r) for r in 'ab'} == dict(a=0., b=2.)
 
+@pytest.mark.parametrize('policy', ['vllm', 'static', 'fair'])
+def test_an_engine_that_guesses_is_accounted_for(policy):
+    work = crowd(2, users=1)
+    r = guessing(policy, replace(work, items=[replace(x, arrival=0.) for x in work.items]), num_blocks=15)
+    a, c = account(r), r.counters
+    assert c.num_accepted_tokens > 20 < c.num_guessed_tokens - c.num_accepted_tokens
+    assert c.num_preemptions or policy == 'static'
+    assert (a.num_steps, a.num_sampling, a.num_idle) == (c.num_steps, c.num_sampling, c.num_idle)
+    d = judge(r, work)
+    assert d['slot_utilisation'] == c.slot_utilisation <= 1 < c.num_sampled_tokens / c.num_sampling
+    slow = {i: head_of_line_s(r.trace, i) for rec in r.trace for i, _, _ in rec.arrived}
+    assert a.needless == pytest.approx(slow, abs=1e-9) and d['itl_p50_s'] >= min(x.end - x.start for x in r.trace) > 0
+    shares = Shares({i: 'u' for i in slow})
+    for rec in r.trace: shares.step(rec, {})
+    assert shares.served['u'] == sum(x.prompt_len + 2 * x.output_len for x in work)    # nothing twice, nothing lost
+
 @pytest.mark.parametrize('policy', POLICIES)
 def test_the_pool_is_that_of_the_state(policy):
     "Free blocks, seats and places without a token, against sets made anew at each step"
-    for seed in range(2):
-        r = served(policy, seed)
+    for r in (served(policy, 0), served(policy, 1), guessing(policy, crowd(1), num_blocks=16)):
         line, pool = Line(5, r.trace.facts['num_blocks'], 4), Pool(r.trace.facts['num_blocks'], 4)
         for rec, state in r.trace.replay():
             pool.begin(rec)
@@ -107,7 +137,7 @@ def test_fairness_looks_only_at_those_who_wait():
     assert gap({k: 'ann' for k in USERS}, (['a', 'b'], ran, ('a', 'b'), [])) == 0
 
 def test_fairness_absence_is_no_claim():
-    first = ['a', 'a2'], [('a', 4, 0, 9)], ('a2',), []                 # ann has 22 when bob comes
+    first = ['a', 'a2'], [('a', 12, 0, 9)], ('a2',), []                 # ann has 22 when bob comes
     assert gap(USERS, first, (['b'], [], ('a2', 'b'), [])) == 0
     more = [], [('a', 1, 12, 1)], ('a2', 'b'), []
     assert gap(USERS, first, (['b'], [], ('a2', 'b'), []), more) == 2
@@ -286,6 +316,17 @@ def test_other_answers_are_found(monkeypatch, capsys):
     assert lab_command('rush', **args) == 0 and '3 of 3 equal' in capsys.readouterr().out
     monkeypatch.setattr(lab_module, '_serve', other)
     assert lab_command('rush', **args) == 1 and 'DIFFERENT: static: request 1' in capsys.readouterr().out
+
+def test_answers_with_guesses_are_equal_too(capsys):
+    work = Workload('again', [WorkItem(30, [(f'q{i}', 9)], .01 * i) for i in range(4)])
+    lab = run_lab(work, ['vllm', 'fair'], None, tiny_lm(), look=['vllm'], max_num_seqs=4, guesses='lookup',
+                  guess_when='always')
+    plain = run_lab(work, ['vllm'], None, tiny_lm(), max_num_seqs=4)
+    assert lab.answers['vllm'] == lab.answers['fair'] == plain.answers['vllm'] and 'guesses=lookup' in lab.how
+    assert any(r.guessed for r in lab.traces['vllm'])
+    assert lab_command('rush', policies='vllm', num_prompts=3, run=True, model='tiny', guesses='lookup') == 0
+    with pytest.raises(ValueError, match='--run'): lab_command('rush', guesses='lookup')
+    with pytest.raises(ValueError, match='guesses='): lab_command('rush', guesses='lokup', run=True)
 
 def test_who_left_somebody_out_is_named():
     "A scheme without chunks refuses a long prompt: what it is good at then, it is on an easier crowd"

@@ -12,6 +12,7 @@ from cbatch.core import Decision, Kind, StepRecord, Why
 from cbatch.prometheus import (ITL, LATENCY, OWN, REASONS, SIZES, STEP_TOKENS, TIMES, TTFT, Exporter, token_buckets,
                                why_waiting)
 from ask import poison, sp
+from heard import Heard
 
 sp = partial(sp, max_tokens=6)
 
@@ -92,6 +93,40 @@ def test_values_agree_with_the_engine_and_the_requests(engine, trace):
     if trace:
         assert (value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens']
                 and value('cbatch:iteration_tokens_total_count') == m['num_steps'])
+
+@pytest.mark.parametrize('trace', [True, False])
+def test_slots_and_gaps_where_a_step_brings_several_tokens(engine, trace):
+    g, more = Heard(), dict(guess_when='always', max_guesses=3, trace=trace)
+    g.listen(lambda g: serve(engine(guesses=g, **more), crowd))
+    outs, value, _ = serve(engine(guesses=g, **more), crowd)
+    m = value.engine.metrics()
+    used = {u: value('cbatch:slot_steps_total', use=u) for u in ('sampled', 'prefilling', 'idle')}
+    assert sum(used.values()) == 4 * m['num_steps'] and used['sampled'] == m['num_sampling'] < m['num_sampled_tokens']
+    assert value('cbatch:generation_tokens_total') == m['num_sampled_tokens'] == 42
+    gaps = [b - a for o in outs for ts in [sorted(set(o.metrics.token_times))] for a, b in zip(ts, ts[1:])]
+    assert value('cbatch:inter_token_latency_seconds_count') == len(gaps) < 35
+    assert value('cbatch:inter_token_latency_seconds_sum') == pytest.approx(sum(gaps)) and min(gaps) > 0
+    if trace: assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens']
+
+def test_guesses_have_vllm_s_names(engine, trace):
+    async def visit(a, e):
+        said = (await a.generate([7, 8], sp())).outputs[0].token_ids
+        odd = [(t + 1) % 250 for t in said]
+        for p in (said, said[:2] + odd[2:], odd): await a.generate([7, 8], sp(), prediction=p)
+    llm = engine(trace=trace, guesses='lookup', guess_when='always', max_guesses=3)
+    _, value, e = serve(llm, visit, 'vllm')
+    m, name = value.engine.metrics(), 'vllm:spec_decode_num'
+    got = [value(f'{name}_{k}_total') for k in ('drafts', 'draft_tokens', 'accepted_tokens')]
+    assert got == [m['num_guesses'], m['num_guessed_tokens'], m['num_accepted_tokens']] and 0 < got[2] < got[1]
+    held = [value(f'{name}_accepted_tokens_per_pos_total', position=str(i)) for i in range(3)]
+    assert sum(held) == got[2] and held == sorted(held, reverse=True)
+    assert value(f'{name}_accepted_tokens_per_pos_total', position='3') is None
+    used = [value('cbatch:slot_steps_total', use=u) for u in ('sampled', 'prefilling', 'idle')]
+    assert sum(used) == 4 * m['num_steps'] and m['num_sampled_tokens'] == 24 == used[0] + got[2]
+    assert value('cbatch:slot_utilisation') == pytest.approx(used[0] / sum(used))
+    # a client sees a step's tokens together: so many gaps as steps that brought some, but for the first of each
+    assert value('vllm:inter_token_latency_seconds_count') == used[0] - 4
+    if trace: assert value('vllm:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens']
 
 def test_what_went_wrong_is_counted_once(engine):
     llm = engine(max_num_seqs=1)

@@ -109,6 +109,30 @@ def test_what_is_wrong_is_found_and_comes_back(bad):
     with pytest.raises(PolicyError) as e: check_policy(bad, lives=1, seed=found.seed, engine=False, say=quiet)
     assert str(e.value) == str(found)
 
+# --- with guesses
+
+class OneAtATime(Policy):
+    "Believes that a step brings a request one token at most"
+    def on_update(self, s, plan, out):
+        for x in plan.scheduled:
+            if x.rows: token, = out.sampled[x.request.request_id]
+
+class Lavish(Policy):
+    "Lets guess more than was asked"
+    def guess(self, s, r, most): return most + 1
+
+class Sober(Policy):
+    "No guesses"
+    def guess(self, s, r, most): return 0
+
+def test_a_policy_is_proved_with_guesses_too():
+    assert check_policy(Policy, lives=12, engine=False, say=quiet).met['guessed'] > 20
+    assert check_policy(Sober, lives=12, engine=False, say=quiet).met['guessed'] == 0
+    for bad, words in ((OneAtATime, 'too many values'), (Lavish, 'guess gave')):
+        with pytest.raises(PolicyError) as e: check_policy(bad, lives=12, engine=False, say=quiet)
+        assert words in e.value.what and e.value.seed % 2             # in a life of those that guess
+        with pytest.raises(PolicyError, match='on the tiny model'): against_oracle(bad, 0)
+
 SAID = r"starved: r\d+ \(\d+ \+ \d+ tokens\) came \d+ steps ago, is \w+ .*'(preempted: too long|admitted, chunk 1/\d+)'"
 
 def test_who_starves_is_named_with_the_last_decision():

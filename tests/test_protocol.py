@@ -202,6 +202,17 @@ def test_cached_tokens_only_for_those_who_brought_a_salt():
     assert 'prompt_tokens_details' not in head().whole([out], [''])['usage']
     assert head(cache_salt='s').whole([out], [''])['usage']['prompt_tokens_details'] == dict(cached_tokens=8)
 
+def test_guesses_in_usage():
+    from cbatch.core import RequestMetrics
+    out = lambda guessed, held: RequestOutput('r', None, [1], [CompletionOutput(0, 'z', [122], 'stop')], True,
+        RequestMetrics(0., 0., [1.], 1., num_guessed_tokens=guessed, num_accepted_tokens=held))
+    details = lambda h, *outs: h.usage([*outs]).get('completion_tokens_details')
+    assert details(head(), out(0, 0)) is None
+    assert details(head('C'), out(5, 2), out(4, 4)) == dict(accepted_prediction_tokens=6, rejected_prediction_tokens=3)
+    for ask in (head(prediction=dict(type='content', content='')), head('C', prediction=[])):
+        assert details(ask, out(0, 0)) == dict(accepted_prediction_tokens=0, rejected_prediction_tokens=0)
+    assert head('C').usage([out(5, 2)])['completion_tokens'] == 1          # what was wrong is nobody's
+
 TOLD = {None: (503, 'aborted'), Code.NAN_LOGITS: (500, 'nan_logits'), Code.NO_TOKEN_LEFT: (400, 'no_token_left'),
         Code.DEADLINE: (408, 'timeout'), Code.SLOW_READER: (408, 'slow_reader'),
         **{c: (500, 'engine_error') for c in (Code.STEP, Code.SAMPLING, Code.TEXT, Code.ENGINE)}}

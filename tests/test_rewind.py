@@ -2,6 +2,7 @@
 import random
 from copy import deepcopy
 import pytest
+import torch
 from cbatch.cli import main
 from cbatch.core import Decision, Kind, StepRecord
 from cbatch.cost import Cost
@@ -12,6 +13,8 @@ from cbatch.model import tiny_lm
 from cbatch.rewind import at, diff, recorded, renamed, rerun, summary_of
 from cbatch.trace import Trace
 from cbatch.workloads import Workload, WorkItem
+from ask import sp
+from heard import Heard
 
 def people(seed, n=14, gap=.08):
     rng, t, items = random.Random(seed), 0., []
@@ -31,6 +34,13 @@ def served(work, policy='vllm', **config):
 @pytest.fixture(scope='module')
 def tight(): return served(people(1))
 
+@pytest.fixture(scope='module')
+def guessing():
+    "The same people, by an engine that has heard them"
+    g, more = Heard(3), dict(guess_when='always', max_guesses=9)
+    g.listen(lambda g: served(people(1), guesses=g, **more))
+    return served(people(1), guesses=g, **more)
+
 def changed(trace, change, i, **more):
     "A copy in which one record is another"
     other = Trace(**trace.facts, **more)
@@ -38,6 +48,70 @@ def changed(trace, change, i, **more):
         if k == i: change(rec := deepcopy(rec))
         other.append(rec)
     return other
+
+# --- guesses
+
+def test_a_trace_with_guesses_is_seen_and_summed_up(guessing, tight):
+    trace, counted, _ = guessing
+    test_a_summary_is_the_engines(guessing)
+    test_a_moment_is_what_the_states_say(guessing)
+    s = summary_of(trace)
+    counts = 'num_guessed_tokens', 'num_accepted_tokens', 'accepted_share', 'num_steps'
+    assert {k: s[k] for k in counts} == {k: counted[k] for k in counts} and s['slot_utilisation'] <= 1
+    assert summary_of(tight[0])['accepted_share'] is None and 0 < s['accepted_share'] < 1
+    rec = next(rec for rec in trace if any(back for *_, back in rec.guessed.values()))
+    r = next(r for r, x in rec.guessed.items() if x[2])
+    text = repr(at(trace, rec.step))
+    assert f'{rec.guessed[r][0]} guessed, {rec.guessed[r][1]} kept' in text and f'gave blocks back  {r}' in text
+
+def test_guesses_are_a_difference_and_go_with_a_name(guessing, tight, tmp_path):
+    trace, _, _ = guessing
+    assert not diff(trace, trace) and 'guessed' in diff(trace, tight[0]).fields
+    trace.to_jsonl(tmp_path/'t.jsonl')
+    assert not diff(trace, Trace.load(tmp_path/'t.jsonl'))
+    def less(rec): r = next(iter(rec.guessed)); rec.guessed[r] = (rec.guessed[r][0] + 1, *rec.guessed[r][1:])
+    i = next(i for i, rec in enumerate(trace) if rec.guessed)
+    assert diff(trace, changed(trace, less, i)).fields == ('guessed',)
+    there = renamed(trace, {'r1': 'x'})
+    assert 'x' in {r for rec in there for r in rec.guessed} and renamed(there, {'x': 'r1'}).records == trace.records
+
+@pytest.mark.parametrize('seed', range(4))
+def test_accidents_among_guesses_leave_a_trace_that_can_be_read(seed, tmp_path):
+    "Stop strings within a guess, aborts, steps that fail or are halved: after each, the state is the allocator's"
+    rng, said = random.Random(seed), {}
+    prompts = [[rng.randrange(50) for _ in range(rng.randint(1, 30))] for _ in range(8)]
+    def serve(g, stop={}, faults=False):
+        llm = LLM(tiny_lm(), guesses=g, guess_when='always', max_num_seqs=3, num_blocks=14, block_size=4,
+                  max_num_batched_tokens=30, max_model_len=56)
+        for i, p in enumerate(prompts): llm.add(p, sp(20, stop=stop.get(f'q{i}')), request_id=f'q{i}')
+        execute = llm.execute
+        def falters(plan):
+            if faults and rng.random() < .09: raise rng.choice([torch.OutOfMemoryError, KeyboardInterrupt])('now')
+            return execute(plan)
+        llm.execute = falters
+        while llm.has_unfinished:
+            try: said.update((o.request_id, o.outputs[0].text) for o in llm.step())
+            except KeyboardInterrupt: pass
+            if faults and rng.random() < .03 and llm.scheduler.running: llm.abort(llm.scheduler.running[0].request_id)
+            assert llm.trace.state().num_free_blocks == llm.scheduler.blocks.num_free_blocks
+        return llm.trace
+    g = Heard(rng.choice([2, 3, 99]))
+    g.listen(serve)
+    stop = {r: text[k:k + 2] or None for r, text in said.items() for k in [rng.randint(3, 12)]}
+    for trace in (serve(g, stop), serve(g, stop, faults=True)):
+        trace.to_jsonl(tmp_path/'t.jsonl')
+        again = Trace.load(tmp_path/'t.jsonl')
+        assert again.records == trace.records and any(back for r in again for *_, back in r.guessed.values())
+        assert all(trace.why(f'q{i}') == again.why(f'q{i}') for i in range(8))
+
+def test_served_again_nobody_guesses(guessing, tmp_path, capsys):
+    trace, _, sent = guessing
+    again = rerun(trace)
+    assert not any(rec.guessed for rec in again.trace) and again.counters.num_sampled_tokens == sum(
+        len(x.output_ids) for x in sent)
+    trace.to_jsonl(tmp_path/'t.jsonl')
+    main(['replay', str(tmp_path/'t.jsonl'), '--policy', 'static'])
+    assert 'the trace has guesses' in capsys.readouterr().out
 
 # --- one step
 

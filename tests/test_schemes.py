@@ -4,7 +4,7 @@ What a scheme is good at is tested where it should be, and where it should not."
 import random
 import pytest
 from cbatch import CapacityError
-from cbatch.core import Request, Status, StepOutput
+from cbatch.core import Plan, Request, Scheduled, Status, StepOutput
 from cbatch.params import EngineConfig, ParamError, SamplingParams, cdiv
 from cbatch.preemption import Preempt, VICTIMS
 from cbatch.prefix_caching import PrefixBlocks
@@ -458,3 +458,15 @@ def test_who_outgrew_a_step_comes_back_in_pieces(engine, tiny, make):
     (lambda: MaxUtilization(2), 'chunked')])
 def test_what_cannot_be_meant(make, name):
     with pytest.raises(ParamError, match=name): make()
+
+def test_sglang_ranks_anew_when_guesses_fill_a_block():
+    "Six tokens of a block of eight: a guess that fails fills nothing, two that hold fill it"
+    s = Scheduler(EngineConfig(num_blocks=9, block_size=8, max_num_batched_tokens=16), PrefixBlocks(9, 8), SGLang())
+    r = Request('a', [1] * 5, SamplingParams(), 9)
+    s.add(r)
+    s.update(s.schedule(0.), StepOutput({'a': [7]}), 1.)
+    for draft, stale in (((7,), False), ((7, 7, 7), True)):
+        s.policy.stale = False
+        plan = Plan(1, 1., scheduled=[Scheduled(r, 5, 6, draft, 1 + len(draft))])
+        s.policy.on_update(s, plan, StepOutput({'a': [7] * len(draft)}))
+        assert s.policy.stale == stale, draft

@@ -97,6 +97,65 @@ def test_openai_retries_when_told_to(tiny):
         assert right == ref(tiny, NEXT, 8).text
         w.rests()
 
+# --- predictions
+
+LETTERS = dict(allowed_token_ids=[*range(97, 123)], max_tokens=12)       # bytes that are text by themselves
+
+@pytest.fixture
+def guessing(tiny):
+    with web(tiny, engine=dict(guesses='lookup', guess_when='always', max_guesses=5)) as w:
+        yield w
+        w.rests()
+
+def rejected_and_accepted(usage):
+    d = usage['completion_tokens_details']
+    assert set(d) == {'accepted_prediction_tokens', 'rejected_prediction_tokens'}
+    return d['rejected_prediction_tokens'], d['accepted_prediction_tokens']
+
+def test_a_prediction_changes_when_and_not_what(guessing):
+    w, n = guessing, 12
+    plain = w.chat(**LETTERS).json
+    text = plain['choices'][0]['message']['content']
+    parts = [dict(type='text', text=t) for t in (text[:5], text[5:])]
+    for content in (text, parts):
+        r = w.chat(prediction=dict(type='content', content=content), **LETTERS)
+        assert r.json['choices'] == plain['choices'] and 'warning' not in r.headers
+        # the prompt's step brings a token, the next five guesses and one, the last four: the end is never guessed
+        assert rejected_and_accepted(r.json['usage']) == (0, 9) and r.json['usage']['completion_tokens'] == n
+    r = w.chat(prediction=dict(type='content', content=text[:4] + text[4].swapcase() * 9), **LETTERS).json
+    assert r['choices'] == plain['choices'] and rejected_and_accepted(r['usage'])[0] > 0
+    last = w.chat(prediction=dict(type='content', content=text), stream=True, stream_options=dict(include_usage=True),
+                  **LETTERS).frames[-1]
+    assert rejected_and_accepted(last['usage']) == (0, 9)
+
+@pytest.mark.parametrize('kw', [dict(n=3, temperature=.9, seed=4), dict(logprobs=2, echo=True), dict(stop=['q', 'lw']),
+                                dict(prompt=[NEXT, 'abc'], repetition_penalty=1.3), dict(min_tokens=9, temperature=1.)])
+def test_predictions_in_any_company(guessing, kw):
+    w, kw = guessing, LETTERS | dict(seed=1) | kw
+    plain = w.complete(**kw).json['choices']
+    for said in (plain[-1]['text'][-9:], w.llm.encode(plain[0]['text']) * 2, 'aeiou' * 9):
+        r = w.complete(prediction=said, **kw).json
+        for ours, want in zip(r['choices'], plain, strict=True):
+            a, b = ours.pop('logprobs'), want['logprobs']
+            assert ours == {k: x for k, x in want.items() if k != 'logprobs'}
+            # of torch's products the last bits depend on a row's company
+            assert (a and a['tokens']) == (b and b['tokens'])
+            if a: assert a['token_logprobs'][1:] == pytest.approx(b['token_logprobs'][1:], abs=1e-4)
+        assert sum(rejected_and_accepted(r['usage'])) > 0
+
+def test_an_engine_that_does_not_guess_takes_predictions(w):
+    plain = w.chat().json
+    r = w.chat(prediction=dict(type='content', content='so it begins')).json
+    assert r['choices'] == plain['choices'] and rejected_and_accepted(r['usage']) == (0, 0)
+    assert 'completion_tokens_details' not in plain['usage']
+
+def test_openai_predictions(guessing):
+    c, kw = guessing.client(), GREEDY | dict(max_tokens=12, extra_body=dict(ignore_eos=True, **LETTERS))
+    text = c.chat.completions.create(messages=HI, **kw).choices[0].message.content
+    out = c.chat.completions.create(messages=HI, prediction=dict(type='content', content=text), **kw)
+    assert out.choices[0].message.content == text
+    assert out.usage.completion_tokens_details.accepted_prediction_tokens == 9
+
 # --- small routes
 
 def test_tokenize_there_and_back(w):

@@ -14,6 +14,7 @@ from cbatch.prefix_caching import PrefixBlocks
 from cbatch.results import run_results
 from cbatch.simulator import serve_on, simulate
 from cbatch.workloads import WorkItem, Workload, arrivals, chat, smaller
+from heard import Heard
 
 COST = Cost(Features(.02, .0004, .0003, 1e-6, 2e-6))      # no two of them equal
 ODD = dict(max_num_seqs=3, max_num_batched_tokens=13, block_size=4, max_model_len=60)
@@ -117,6 +118,21 @@ def test_features_before_and_after(lm):
         assert after == before and max(f.prefill_context for f in after) > max(f.prefill_rows for f in after) > 0
         for r, f in zip(recs, before):
             assert f.decode_rows + f.prefill_rows == sum(s[1] for s in r.scheduled) + sum(n for n, _ in r.padding)
+
+def test_guesses_are_rows_before_and_after(lm):
+    "Kept or not: and runs of one engine add up, place by place"
+    before, g = [], Heard()
+    with LLM(lm, num_blocks=30, guesses=g, guess_when='always', max_guesses=4, **ODD) as llm:
+        VirtualClock(llm, cost=lambda plan: before.append(features(plan)) or COST(plan))
+        g.listen(lambda g: serve_on(llm, crowd(5), salt='a'))
+        first = len(before)
+        two = [serve_on(llm, crowd(5), salt=s) for s in 'bc']
+        assert [features(r) for r in llm.trace] == before and llm.counters.num_guesses > 20
+        assert llm.counters.accepted_at == [a + b for a, b in zip(*(r.counters.accepted_at for r in two), strict=True)]
+    rows = sum(f.decode_rows + f.prefill_rows for f in before[first:])
+    c = [r.counters for r in two]
+    assert rows == sum(x.num_prompt_tokens + x.num_decode_tokens for x in c)
+    assert sum(x.num_accepted_tokens for x in c) > 9
 
 def test_a_step_that_computes_nothing_costs_nothing():
     assert features(StepRecord(3, 0., 1., preempted=['a'])) == features(Plan(3, 0.)) == Features(0)
@@ -231,7 +247,7 @@ def test_nobody_comes():
     assert s.took_s == 0 == s.counters.num_steps and not s.sent
 
 @pytest.mark.parametrize('bad', [dict(kv_cache_mb=10), dict(swap_mb=10), dict(blocks=3), dict(policy='quick'),
-                                 dict(max_num_seqs=0), dict(trace=-1)])
+                                 dict(max_num_seqs=0), dict(trace=-1), dict(guesses='lookup')])
 def test_options_that_mean_nothing_are_refused(bad):
     with pytest.raises(ParamError) as e: simulate(crowd(0), **bad)
     assert e.value.param in bad

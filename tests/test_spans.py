@@ -51,6 +51,20 @@ def test_a_failure_is_one(kept):
     assert life.attributes['error.type'] == 'deadline' and part.name == 'queue'
     assert [*phases(out.metrics)] == [('queue', out.metrics.arrival, out.metrics.finished_at)]
 
+def test_guesses_are_told_where_there_were_any(kept):
+    provider, got = kept
+    asked = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with LLM(tiny_lm(), guesses='lookup', guess_when='always', max_guesses=3) as llm:
+        spans = Spans('tiny', provider)
+        said = llm.generate([[5, 6]], asked, use_tqdm=False)[0].outputs[0].token_ids
+        llm.add([5, 6], asked, prediction=said)
+        while llm.has_unfinished: out = llm.step()[-1]
+        spans.finished(out)
+    at = lives(got())[0].attributes
+    assert (at['cbatch.num_guessed_tokens'], at['cbatch.num_accepted_tokens']) == (6, 6)
+    with LLM(tiny_lm()) as llm: plain, = llm.generate([[5, 6]], asked, use_tqdm=False)
+    assert not [k for k in attributes(plain) if 'guess' in k]
+
 def test_a_server_reports_what_was_asked_and_never_the_words(kept):
     provider, got = kept
     with background(lambda: LLM(tiny_lm()), 'm', observers=[Spans('m', provider)]) as server:

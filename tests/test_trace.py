@@ -6,18 +6,26 @@ from cbatch.core import Kind, Request, StepOutput, Why
 from cbatch.params import EngineConfig, OutOfBlocks, SamplingParams
 from cbatch.kv_blocks import BlockManager
 from cbatch.catalog import get_policy
+from cbatch.guesses import Guess, Guesser, Guesses
 from cbatch.scheduler import Scheduler
 from cbatch.trace import Trace
 
+class Anything(Guesser):
+    "As many guesses as may be, or fewer"
+    def __init__(self, rng): self.rng = rng
+    def guess(self, r, most): return Guess([7] * self.rng.randint(0, most))
+
 class Crowd:
-    "A scheduler, a trace and a virtual clock; `step` does what the engine does, with any token for an answer"
-    def __init__(self, policy='vllm', max_num_seqs=4, num_blocks=24, block_size=4, budget=16, **kw):
+    """A scheduler, a trace and a virtual clock; `step` does what the engine does, with any token for an answer.
+    With `guess`, so many tokens are guessed at most, and any number of them holds"""
+    def __init__(self, policy='vllm', max_num_seqs=4, num_blocks=24, block_size=4, budget=16, guess=0, **kw):
         cfg = EngineConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
                            block_size=block_size, num_blocks=num_blocks)
         self.cfg, self.now, self.added = cfg, 0., 0
         self.sched = Scheduler(cfg, BlockManager(num_blocks, block_size), get_policy(policy))
         self.trace = Trace(max_num_seqs, budget, block_size, num_blocks, policy, **kw)
-        self.live, self.on_step = {}, lambda plan, out: None
+        self.live, self.on_step, self.rng = {}, lambda plan, out: None, random.Random(guess)
+        if guess: self.sched.guesses = Guesses(Anything(self.rng), guess, 'always')
 
     def add(self, prompt_len, num_output, rid=None, arrival=None):
         rid = rid or f'r{self.added}'
@@ -33,8 +41,8 @@ class Crowd:
     def step(self, fail=False, abort_inside=None):
         plan = self.sched.schedule(self.now)
         if not plan: self.now += .01; return None
-        if fail: self.trace.failed(plan); return None
-        out = StepOutput({s.request.request_id: [7] for s in plan.scheduled if s.rows})
+        if fail: self.sched.undo(plan, moved=True); self.trace.failed(plan); return None
+        out = StepOutput({s.request.request_id: [7] * self.rng.randint(1, s.rows) for s in plan.scheduled if s.rows})
         self.on_step(plan, out)
         if abort_inside: self.abort(abort_inside)
         end = self.now + 1
@@ -66,10 +74,11 @@ def act(rng, c, reuse=True):
 
 @pytest.mark.parametrize('policy', ['vllm', 'static', 'dynamic'])
 @pytest.mark.parametrize('seed', range(12))
-def test_states_are_the_schedulers(policy, seed):
+@pytest.mark.parametrize('guess', [0, 9])
+def test_states_are_the_schedulers(policy, seed, guess):
     rng = random.Random(seed)
     c = Crowd(policy, max_num_seqs=rng.randint(1, 6), num_blocks=rng.randint(14, 40), budget=rng.choice([8, 13, 64]),
-              maxlen=rng.choice([7, 50]), keyframe_every=rng.choice([1, 5, 16]))
+              maxlen=rng.choice([7, 50]), keyframe_every=rng.choice([1, 5, 16]), guess=guess)
     then = {}
     for _ in range(150):
         act(rng, c)
@@ -77,6 +86,8 @@ def test_states_are_the_schedulers(policy, seed):
         inside = rng.choice(list(c.live)) if c.live and rng.random() < .05 else None
         rec = c.step(fail=rng.random() < .05, abort_inside=inside)
         assert seen(c.trace.state()) == c.truth()
+        if c.trace.live.requests == c.trace.state().requests and len(c.trace):      # nobody came or left since
+            assert c.trace[-1].num_free_blocks == c.truth()['free']
         if rec: then[rec.step] = c.truth(); assert rec.num_free_blocks == c.trace.live.num_free_blocks
         c.trace.live.check(c.cfg.max_num_seqs)
     assert len(c.trace) == min(c.trace.maxlen, len(c.trace.records))
@@ -122,9 +133,49 @@ def test_why_survives_a_ring_without_the_arrival():
     assert c.trace.why('a') == ['steps 5-7: decode']
     with pytest.raises(ValueError, match='nobody'): c.trace.why('nobody')
 
-@pytest.fixture
-def saved(tmp_path):
-    rng, c = random.Random(5), Crowd(num_blocks=14, maxlen=25, keyframe_every=10)
+def test_blocks_of_guesses_are_lent_for_a_step():
+    "All guesses fail, then all hold: what a state says while the step runs, and after it"
+    c = Crowd(num_blocks=9, guess=9)
+    c.sched.guesses.guesser.guess = lambda r, most: Guess([7] * most)
+    c.add(3, 30, 'a')
+    c.step()
+    holds = [c.trace.state().blocks['a']]
+    for kept in (0, 9):
+        c.rng.randint = lambda lo, hi: 1 + kept if hi > 1 else 1
+        rec = c.step()
+        assert rec.guessed['a'][:2] == (9, kept) and rec.scheduled == [('a', 1 + kept, 3 + (kept > 0), 1 + kept)]
+        inside = c.trace.state(rec.step, after=False)
+        assert len(inside.blocks['a']) == 4 and inside.num_free_blocks == 5
+        holds.append(c.trace.state(rec.step).blocks['a'])
+        assert seen(c.trace.state()) == c.truth() and rec.num_free_blocks == 9 - len(holds[-1])
+    assert [len(b) for b in holds] == [1, 1, 4] and c.trace[1].guessed['a'][2] == 3
+
+def test_why_says_what_was_guessed_and_kept():
+    c = Crowd(guess=3)
+    c.sched.guesses.guesser.guess = lambda r, most: Guess([7] * most)
+    c.add(2, 20, 'a')
+    for kept in (0, 3, 3, 0, 0):
+        c.rng.randint = lambda lo, hi: 1 + kept if hi > 1 else 1
+        c.step()
+    assert c.trace.why('a')[-3:] == ['step 0: admitted, prefill 2', 'steps 1-2: decode, 3 guessed, 3 kept',
+                                     'steps 3-4: decode, 3 guessed, 0 kept']
+    c.step(fail=True)
+    assert c.trace.why('a')[-1] == 'steps 3-5: decode, 3 guessed, 0 kept' and not c.trace[5].scheduled
+
+def test_a_trace_viewer_sees_guesses(tmp_path):
+    rng, c = random.Random(1), Crowd(guess=5)
+    for _ in range(30): act(rng, c); c.step()
+    c.trace.to_chrome(tmp_path/'t.json')
+    events = json.loads((tmp_path/'t.json').read_text())['traceEvents']
+    ran = [(e['name'], e['args']) for e in events if e['ph'] == 'X']
+    said = {(a['step'], r): (a['guessed'], a['kept']) for r, a in ran if 'kept' in a}
+    assert said == {(rec.step, r): x[:2] for rec in c.trace for r, x in rec.guessed.items()} and len(said) > 9
+    assert any(kept for _, kept in said.values())
+    assert all(f"{a['guessed']} guessed, {a['kept']} kept" in a['why'] for _, a in ran if a.get('guessed'))
+
+@pytest.fixture(params=[0, 5])
+def saved(tmp_path, request):
+    rng, c = random.Random(5), Crowd(num_blocks=14, maxlen=25, keyframe_every=10, guess=request.param)
     for _ in range(60): act(rng, c); c.step()
     c.trace.to_jsonl(tmp_path/'t.jsonl')
     return c.trace, tmp_path/'t.jsonl'
@@ -157,6 +208,33 @@ def test_bad_files_name_the_line(saved):
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')
     with pytest.raises(ValueError): Trace.load(path)
+
+def test_guesses_that_fit_nothing_are_refused(tmp_path):
+    c = Crowd(guess=5)
+    c.sched.guesses.guesser.guess = lambda r, most: Guess([7] * most)
+    c.add(4, 20, 'a'); c.add(4, 1, 'b')
+    for _ in range(3): c.step()
+    c.trace.to_jsonl(tmp_path/'t.jsonl')
+    header, *lines = (tmp_path/'t.jsonl').read_text().splitlines()
+    n, kept, back = json.loads(lines[1])['guessed']['a']
+    for odd in (dict(a=[n, kept + 1, back]), dict(a=[kept - 1, kept, back]), dict(a=[n, kept, 3]), dict(b=[2, 1, 0]),
+                dict(ghost=[1, 0, 1]), dict(a=[n, kept]), dict(a=[n, kept, -1]), [['a', n, kept, back]]):
+        bad = json.dumps(json.loads(lines[1]) | dict(guessed=odd))
+        (tmp_path/'t.jsonl').write_text('\n'.join([header, lines[0], bad]))
+        with pytest.raises(ValueError, match='line 3: not a trace: record guessed'): Trace.load(tmp_path/'t.jsonl')
+
+def test_a_file_of_the_second_version(tmp_path):
+    "It knows no guesses: read as it is, and written again with a place for them"
+    rng, c = random.Random(2), Crowd(num_blocks=14)
+    for _ in range(40): act(rng, c); c.step()
+    c.trace.to_jsonl(tmp_path/'t.jsonl')
+    header, *lines = map(json.loads, (tmp_path/'t.jsonl').read_text().splitlines())
+    for d in lines: assert d.pop('guessed') == {}
+    old = [json.dumps(d) for d in (header | dict(cbatch_trace=2), *lines)]
+    (tmp_path/'old.jsonl').write_text('\n'.join(old))
+    assert Trace.load(tmp_path/'old.jsonl').records == c.trace.records
+    (tmp_path/'old.jsonl').write_text('\n'.join([old[0], json.dumps(lines[0] | dict(guessed={}))]))
+    with pytest.raises(ValueError, match='line 2'): Trace.load(tmp_path/'old.jsonl')
 
 def test_a_file_of_the_first_version():
     "trace_v1.jsonl was written when decisions were English: what it says is understood, and said again as it was"

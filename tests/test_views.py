@@ -8,7 +8,9 @@ from cbatch.llm import LLM
 from cbatch.metrics import EngineCounters
 from cbatch.player import Player, frames, player_html, report_html, timeline_svg
 from cbatch.model import tiny_lm
-from cbatch.views import bars, block_map, compare_timelines, kv_occupancy, request_colors, slot_timeline
+from cbatch.screen import Screen
+from cbatch.views import (COLORS, bars, block_map, compare_timelines, guess_bars, kv_occupancy, request_colors,
+                          slot_timeline)
 from ask import sp
 from test_trace import Crowd, act
 
@@ -72,6 +74,71 @@ def test_bars_are_the_shares_of_the_steps():
     row = sorted((b.start, b.stop) for b in bs if b.slot == 0)
     assert all(b <= c for (_,b),(c,_) in zip(row, row[1:]))
 
+@pytest.mark.parametrize('by', ['step', 'time'])
+def test_guesses_lie_on_the_bars_of_those_who_decode(by):
+    trace = crowd(seed=5, steps=120, guess=6)
+    made, bs = guess_bars(trace, by), bars(trace, by)
+    each = lambda what: sum(round(b.stop - b.start) * what(b) for b in made)
+    tried = [x for rec in trace for r, x in rec.guessed.items() if any(s[0] == r for s in rec.scheduled)]
+    assert each(lambda b: b.guessed) == sum(n for n, _, _ in tried) > each(lambda b: b.kept) > 50
+    assert each(lambda b: b.kept) == sum(k for _, k, _ in tried)
+    for g in made:
+        under = [b for b in bs if b.slot == g.slot and b.start <= g.start < b.stop]
+        assert [(b.kind, b.request_id) for b in under] == [('decode', g.request_id)] and under[0].stop >= g.stop
+
+def test_a_long_trace_has_no_more_guesses_than_a_picture_has_columns():
+    c = Crowd(max_num_seqs=3, num_blocks=900, budget=40, guess=6)
+    for i in range(3): c.add(3, 900)
+    while c.live: c.step()
+    made, total = guess_bars(c.trace, columns=50), [x for rec in c.trace for x in rec.guessed.values()]
+    assert len(c.trace) > 150 and 100 < len(made) <= 150 < len(guess_bars(c.trace))
+    for k in (0, 1): assert sum((b.stop - b.start) * (b.guessed, b.kept)[k] for b in made) == pytest.approx(
+        sum(x[k] for x in total))
+    assert all(b.stop - b.start <= -(-len(c.trace) // 50) and 0 <= b.kept <= b.guessed <= 6 for b in made)
+
+def test_what_shows_guesses_shows_them_only_where_there_are_any():
+    plain, guessing = crowd(seed=5), crowd(seed=5, guess=6)
+    for trace in (plain, guessing):
+        svg, page = timeline_svg(trace), player_html(trace).partition('</style>')[2]
+        made = guess_bars(trace)
+        assert svg.count('class="guessed"') == sum(g.kept > 0 for g in made)
+        assert svg.count('class="rejected"') == sum(g.kept < g.guessed for g in made)
+        assert bool(made) == (trace is guessing) == ('guess kept' in page) == ('cbatch-rejected' in svg)
+        ax = slot_timeline(trace)
+        assert ('guess rejected' in [t.get_text() for t in ax.get_legend().get_texts()]) == bool(made)
+        assert all(0 <= p.get_height() < .861 for p in ax.patches)
+        plt.close(ax.figure)
+
+def test_frames_say_what_was_guessed():
+    trace = crowd(seed=6, guess=6)
+    d = json.loads(json.dumps(frames(trace)))
+    for f, rec in zip(d['steps'], trace, strict=True):
+        made = {d['ids'][i]: tuple(more) for _, i, _, _, *more in f['run'] if more}
+        ran = {s[0] for s in rec.scheduled}
+        assert made == {r: x[:2] for r, x in rec.guessed.items() if x[0]}
+        said = {(d['ids'][i], d['texts'][k]) for i, k in f['said'] if i >= 0}
+        for r, (n, kept) in made.items(): assert (r, f'decode, {n} guessed, {kept} kept') in said and r in ran
+        for _, i, before, n, *more in f['run']: assert before + n + (more[0] - more[1] if more else 0) <= d['total'][i]
+
+@pytest.mark.parametrize('color', [True, False])
+def test_a_screen_has_a_sign_for_steps_that_kept_guesses(color):
+    for guess in (0, 6):
+        trace = crowd(seed=5, guess=guess)
+        screen = Screen(trace)
+        for rec in trace: screen.push(rec)
+        lines = screen.lines(120, 30, color=color)
+        assert ('guessed' in lines[0]) == bool(guess) and all('»' not in l for l in lines) == (color or not guess)
+        rgb = tuple(int(COLORS['guessed'][i:i + 2], 16) for i in (1, 3, 5))
+        assert (f'\x1b[38;2;{";".join(map(str, rgb))}m' in '\n'.join(lines)) == (color and guess > 0)
+        kinds = [k for did in screen.steps for k in did.values()]
+        held = [x for rec in trace for r, x in rec.guessed.items() if x[1]]
+        assert kinds.count('guessed') == len(held) and kinds.count('decode') > 20
+    rec = next(rec for rec in trace if rec.guessed and rec.scheduled)
+    screen = Screen(trace)
+    screen.push(rec)
+    n, kept, _ = rec.guessed[next(iter(rec.guessed))]
+    assert f'decode, {kept} of {n} guesses' in '\n'.join(screen.lines(120))
+
 def test_empty_and_large():
     empty = Crowd().trace
     assert 'empty' in player_html(empty) and timeline_svg(empty).startswith('<svg')
@@ -128,6 +195,31 @@ MEASURE = """<script>setTimeout(() => { const d = document.querySelector('iframe
   const wide = all.filter(e => e.getBoundingClientRect().right > 420.5).map(e => e.tagName + '.' + e.className);
   const held = [...d.querySelectorAll('.pool i')].map(e => e.title).filter(t => t);
   document.title = JSON.stringify([wide, held, d.querySelectorAll('.pool i').length]); }, 500)</script>"""
+
+SEATS = """<script>setTimeout(() => { const wide = k => [...document.querySelectorAll('.seat .' + k)].map(
+  e => Math.round(e.getBoundingClientRect().width / e.parentNode.getBoundingClientRect().width * 1000) / 1000);
+  const said = [...document.querySelectorAll('.seat')].map(e => e.lastChild.textContent);
+  const all = [...document.querySelectorAll('.seat .bar')].map(b => [...b.children].map(
+    e => e.getBoundingClientRect().width / b.getBoundingClientRect().width).reduce((x, y) => x + y, 0));
+  document.title = JSON.stringify([wide('guessed'), wide('rejected'), said, all.filter(x => x)]); }, 500)</script>"""
+
+@pytest.mark.skipif(not BROWSER, reason='needs a browser')
+def test_in_a_browser_a_step_shows_its_guesses(tmp_path):
+    trace = crowd(seed=6, guess=6)
+    rec = next(r for r in trace if any(0 < k < n for n, k, _ in r.guessed.values()) and r.scheduled)
+    (tmp_path/'p.html').write_text('<meta charset="utf-8">' + player_html(trace, step=rec.step) + SEATS)
+    ran = subprocess.run([BROWSER, '--headless=new', '--no-sandbox', '--disable-gpu', '--virtual-time-budget=4000',
+                          '--window-size=1200,800', '--dump-dom', f'file://{tmp_path}/p.html'],
+                         capture_output=True, text=True)
+    kept, failed, said, all_ = json.loads(unescape(re.search('<title>(.*?)</title>', ran.stdout)[1]))
+    made, total = rec.guessed.values(), dict(zip(frames(trace)['ids'], frames(trace)['total']))
+    assert sorted(kept) == pytest.approx(sorted(k / total[r] for r, (_, k, _) in rec.guessed.items() if k), abs=.02)
+    assert len(failed) == sum(k < n for n, k, _ in made)
+    state, ran = trace.state(rec.step, after=False), {r: n for r, n, _, _ in rec.scheduled}
+    lost = {r: n - k for r, (n, k, _) in rec.guessed.items()}
+    ends = {r: n + ran.get(r, 0) + lost.get(r, 0) for r, n in state.computed.items()}
+    assert sorted(all_) == pytest.approx(sorted(ends[r] / total[r] for r in state.slots if ends[r]), abs=.03)
+    for n, k, _ in made: assert any(s.startswith(f'decode, {n} guessed, {k} kept') for s in said)
 
 @pytest.mark.skipif(not BROWSER, reason='needs a browser')
 def test_in_a_browser_everybody_who_holds_memory_is_seen_and_nothing_is_wider_than_a_phone(tmp_path):
