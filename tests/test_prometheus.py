@@ -108,6 +108,7 @@ def test_slots_and_gaps_where_a_step_brings_several_tokens(engine, trace):
     assert value('cbatch:inter_token_latency_seconds_sum') == pytest.approx(sum(gaps)) and min(gaps) > 0
     if trace: assert value('cbatch:iteration_tokens_total_sum') == m['num_prompt_tokens'] + m['num_decode_tokens']
 
+@pytest.mark.parametrize('trace', [True, False])
 def test_guesses_have_vllm_s_names(engine, trace):
     async def visit(a, e):
         said = (await a.generate([7, 8], sp())).outputs[0].token_ids
