@@ -175,8 +175,7 @@ def serve_command(
     otlp:str='',                     # send a span for each request here, as http://localhost:4318/v1/traces
 )->int:                              # exit code: 1 if the engine failed
     "Serve a model over HTTP, as OpenAI's API"
-    config = _knobs(locals())
-    serve, failed = _server(), list[Exception]()
+    config, serve, failed = _knobs(locals()), _server(), list[Exception]()
     key = os.environ.get('CBATCH_API_KEY') or None if api_key is None else api_key
     name = served_model_name or (Path(model).name if Path(model).exists() else model)
     limits = dict(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, stall_s=stall_timeout)

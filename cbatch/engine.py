@@ -284,7 +284,7 @@ def _read(self:Engine, answer:Answer, out:StepOutput, now:float)->bool: # did th
     r.finish_reason = 'error' if r.failure else 'stop'
     if hit:
         r.stop_reason = answer.text.stop
-        if n := answer.cut(answer.text.num_read): del out.sampled[r.request_id][-n:]
+        if n := answer.cut(answer.text.num_read): del out.sampled.get(r.request_id, [])[-n:]
     return not over
 
 # %% ../nbs/38_engine.ipynb #48fdef80
