@@ -23,6 +23,7 @@ from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams, wished
 from .catalog import get_policy
 from .reports import Draft
+from .runner import kv_shape
 from .scheduler import STUCK
 from .text import encode_chat
 
@@ -70,6 +71,8 @@ def metrics(self:LLM)->dict[str, Any]:
     return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
 # %% ../nbs/37_llm.ipynb #d1fc03e3
+def _codes(c:EngineConfig)->str: return '' if c.kv_dtype == 'auto' else f' of {c.kv_dtype}'
+
 @patch
 def _way(self:LLM)->str:
     "Model, dtype, device, and which way they are run"
@@ -80,7 +83,7 @@ def _way(self:LLM)->str:
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
     c, room = self.config, self.num_blocks * self.config.block_size
-    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB{_codes(c)}"
     return (f"LLM({self._way()}, policy {self.scheduler.policy.name}; "
             f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
 
@@ -88,7 +91,7 @@ def __repr__(self:LLM)->str:
 def _repr_html_(self:LLM)->str:
     if self.model is None: return '<code>LLM(closed)</code>'
     c, now, room = self.config, self.metrics, self.num_blocks * self.config.block_size
-    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB{_codes(c)}"
     steps, use = f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens", f"{now['slot_utilisation']:.0%}"
     rows = {'model': self._way(), 'policy': self.scheduler.policy.name,
             'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens',
@@ -109,7 +112,7 @@ def encode(self:LLM,
 def kv_bytes(self:LLM)->int:
     "Size of the KV pool, the null block included"
     self.ensure_open()
-    return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
+    return kv_shape(self.model, self.config, self.num_blocks).num_bytes
 
 # %% ../nbs/37_llm.ipynb #52271967
 import time

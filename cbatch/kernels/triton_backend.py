@@ -9,6 +9,7 @@ __all__ = ['Logits', 'Record', 'has_dots', 'TritonBackend', 'split_mma', 'enable
 # %% ../../kernels/07_triton_backend.ipynb #0a21d336
 import dataclasses, logging, re, torch
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol
 from fastcore.basics import patch
 from .kv_write import INTERPRETED, kv_write
@@ -39,6 +40,7 @@ def _unfit(shape:KVShape)->str|None:
     if device.type == 'cuda' and (why := _unfit_card(device, shape.dtype)): return why
     if device.type != 'cuda' and not INTERPRETED:
         return f"on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly"
+    if shape.coded: return "with kv_dtype='int8': use kv_dtype='auto', or backend='torch'"
     if shape.block_size & (shape.block_size - 1): return f"with block_size={shape.block_size}: must be a power of two"
     if shape.head_dim > 256: return f"with head_dim={shape.head_dim}: must be at most 256"
     return None
@@ -80,7 +82,7 @@ class TritonBackend(PagedKV):
         if len(tables) > n and self.dots:
             paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, window, softcap, out=out[n:])
         for rows, slots in s.get('prefill', ()):
-            out[rows] = attend_chunk(q[rows], k, v, slots, meta, scaling, window, softcap)
+            out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
         return out
 
 # %% ../../kernels/07_triton_backend.ipynb #d89773af
