@@ -100,6 +100,7 @@ def _repr_html_(self:LLM)->str:
             'so far': f'{steps}, slot utilisation {use}'}
     return '<table>' + ''.join(f'<tr><td>{k}</td><td>{escape(v)}</td></tr>' for k, v in rows.items()) + '</table>'
 
+# %% ../nbs/37_llm.ipynb #63981c3e
 @patch
 def encode(self:LLM,
     prompt:Any, # text, token ids, or a list of messages

@@ -148,7 +148,8 @@ ELSEWHERE = dict(
     random_seed='seed', top_logprobs='logprobs', bad_words_ids='bad_words', torch_dtype='dtype', scheduling='policy',
     max_batch_size='max_num_seqs', max_seq_len='max_model_len', num_gpu_blocks_override='num_blocks',
     swap_space='swap_mb', enable_prefix_caching='prefix_caching', enforce_eager='cuda_graphs (False is eager)',
-    kv_cache_dtype='kv_dtype', cache_type_k='kv_dtype', mem_fraction_static='gpu_memory_utilization')   # what other frameworks say: what it is called here
+    kv_cache_dtype='kv_dtype', cache_type_k='kv_dtype',
+    mem_fraction_static='gpu_memory_utilization')   # what other frameworks say: what it is called here
 
 def near(
     name:str,

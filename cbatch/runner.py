@@ -60,6 +60,7 @@ def step_bytes(
     logits = (choose * 48 + rows * model.dtype.itemsize) * model.vocab_size
     return int(config.max_num_batched_tokens * 8 * wide * model.dtype.itemsize + logits + 5e8)
 
+# %% ../nbs/16_runner.ipynb #631814db
 def kv_shape(
     model:CausalLM, config:EngineConfig,
     num_blocks:int=0, # of the pool, if that is known

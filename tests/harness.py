@@ -43,7 +43,8 @@ def decode(ids): return llama().tokenizer.decode(ids, skip_special_tokens=True)
 
 def expected(prompt, wish, params, kv_dtype='auto'):
     "The oracle's answer with the wished end: token ids and finish reason. Its start does not depend on where it ends"
-    ids, ends = free_run(prompt, wish, kv_dtype), {*params.stop_token_ids, *(() if params.ignore_eos else llama().eos_ids)}
+    ids = free_run(prompt, wish, kv_dtype)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else llama().eos_ids)}
     for n in range(1, params.max_tokens + 1):
         if ids[n-1] in ends or any(s in decode(ids[:n]) for s in params.stop): return ids[:n], 'stop'
     return ids[:n], 'length'
@@ -246,7 +247,8 @@ def check_answer(ask, ours, o, seen, kv_dtype='auto'):
     rid, prompt, wish, params = ask
     ref, reason = expected(prompt, wish, params, kv_dtype)
     want = ref if o else ref[:len(ours)]
-    how = agree(prompts()[prompt], params, ours, want) if kv_dtype == 'auto' else 'equal' if ours == want else 'different'
+    if kv_dtype == 'auto': how = agree(prompts()[prompt], params, ours, want)
+    else: how = 'equal' if ours == want else 'different'
     assert how != 'different', f'{rid}: {ours} is not {ref}'                                  # O2
     seen[how] += 1
     if not o or how == 'tie': return

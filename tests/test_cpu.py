@@ -335,7 +335,7 @@ DRIVER = r'''
 template <typename T> std::vector<T> filled(size_t n, float x) {
     std::vector<T> v(n); for (T& y : v) put(&y, x); return v;
 }
-template <typename T, bool CODES> void attention() {      // every buffer is as long as it must be, and not a byte longer
+template <typename T, bool CODES> void attention() {   // every buffer is as long as it must be, no byte longer
     for (int D : {16, 64, 80}) for (int G : {1, 3, 9}) for (int window : {0, 5}) {
         const int K = 2, BS = 16, R = 3, H = K * G, lens[R] = {1, 33, 64}; int N = 6;
         std::vector<int> tables = {2, 0, 0, 0, 5, 1, 3, 0, 4, 6, 7, 8}, starts = {0, 1, 5, 6}; tables.shrink_to_fit();
@@ -394,7 +394,8 @@ template <typename T, bool CODES> void whole_step() {     // a model of one laye
     for (T y : logits) if (!(std::fabs(one(y) - .01f * hidden) < 1e-2)) { std::printf("wrong %f", one(y)); std::exit(1); }
 }
 int main() {
-    attention<float, false>(); attention<bf16, false>(); attention<float, true>(); attention<bf16, true>(); whole_step<float, false>(); whole_step<bf16, false>();
+    attention<float, false>(); attention<bf16, false>(); attention<float, true>(); attention<bf16, true>();
+    whole_step<float, false>(); whole_step<bf16, false>();
     whole_step<float, true>(); whole_step<bf16, true>(); std::puts("clean");
 }'''
 

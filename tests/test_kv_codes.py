@@ -64,7 +64,8 @@ def test_blocks_move_with_their_scales(backend):
 
 def test_sizes_follow():
     lm = tiny_lm('llama'); D = lm.head_dim
-    small, plain = EngineConfig(kv_dtype='int8', kv_cache_mb=1, preemption='swap', swap_mb=2), EngineConfig(kv_cache_mb=1)
+    small = EngineConfig(kv_dtype='int8', kv_cache_mb=1, preemption='swap', swap_mb=2)
+    plain = EngineConfig(kv_cache_mb=1)
     assert kv_shape(lm, plain).token_bytes == lm.kv_bytes_per_token
     assert kv_shape(lm, small).token_bytes * 4 * D == lm.kv_bytes_per_token * (D + 4)
     block = 16 * kv_shape(lm, small).token_bytes

@@ -139,7 +139,10 @@ template <typename T> inline Tiles find(const Step& s, const Piece& w, int64_t j
     }
     return t;
 }
+"""
 
+# %% ../../kernels/03_cpu.ipynb #708723af
+ATTENTION_CPP += r"""
 // p[R][KEYS] = R queries x the keys of some tiles
 template <typename T, typename S, int R>
 inline void scores(const KVPool& pool, const word* q, const Tiles& tiles, int groups, float* p) {
@@ -183,7 +186,10 @@ inline float settle(const Step& s, float* p, int groups, int64_t j, int64_t star
     for (int l = 0; l < L; l++) best = std::max(best, t[l]);
     return best;
 }
+"""
 
+# %% ../../kernels/03_cpu.ipynb #08f1439f
+ATTENTION_CPP += r"""
 struct Sum { float top = -INF, sum = 0; };                    // the largest score so far, the sum of weights beside it
 
 // scores become weights; what was summed before shrinks where a larger score has come
@@ -227,7 +233,6 @@ template <typename T, typename S, int R>
 inline void values(const KVPool& pool, const T* weights, int n, const Tiles& tiles, const Tiles& next, float* acc) {
     constexpr int P = PER<T>, C = COLUMNS<R>;
     const S *k = (const S*)pool.k, *v = (const S*)pool.v;
-    const word* w = (const word*)weights;
     const int64_t D = pool.dim;
     int64_t d = 0;
     auto value = [&](int64_t t, int c) {
@@ -235,8 +240,8 @@ inline void values(const KVPool& pool, const T* weights, int n, const Tiles& til
         __builtin_prefetch(k + (next.at[t / (W / P)] + step) * P, 0, 2);
         return fetch<T>(v + (tiles.at[t / (W / P)] + step) * P);
     };
-    for (; d + C * L <= D; d += C * L) add_values<T, R, C>(w, n, value, acc + d, D);
-    for (; d < D; d += L) add_values<T, R, 1>(w, n, value, acc + d, D);
+    for (; d + C * L <= D; d += C * L) add_values<T, R, C>((const word*)weights, n, value, acc + d, D);
+    for (; d < D; d += L) add_values<T, R, 1>((const word*)weights, n, value, acc + d, D);
 }
 """
 
@@ -248,7 +253,7 @@ template <typename T, typename S, int R> void rows(const Step& s, const Piece& w
     static thread_local std::vector<word> memory;
     memory.assign(R * (n + D), 0);
     word* q = memory.data(); float* acc = (float*)(q + R * n);
-    alignas(64) float p[R * KEYS], scales[KEYS]; alignas(64) T weights[R * KEYS];
+    alignas(64) float p[R * KEYS], vs[KEYS]; alignas(64) T weights[R * KEYS];
     Sum sums[R];
     auto token = [&](int i) { return w.token + i / w.G; };
     auto head = [&](int i) { return w.kv * (s.heads / s.pool.kv_heads) + w.head0 + i % w.G; };
@@ -259,12 +264,11 @@ template <typename T, typename S, int R> void rows(const Step& s, const Piece& w
         const int keys = std::min<int64_t>(KEYS, end - j), groups = (keys + L - 1) / L;
         const Tiles tiles = next; next = find<T>(s, w, j + KEYS, end);
         scores<T, S, R>(s.pool, q, tiles, groups, p);
-        for (int t = 0; CODED<S> && t < TILES; t++)
-            std::memcpy(scales + t * W, s.pool.v_scales + tiles.key[t], W * sizeof(float));
+        for (int t = 0; CODED<S> && t < TILES; t++) std::memcpy(vs + t * W, s.pool.v_scales + tiles.key[t], W * 4);
         for (int i = 0; i < R; i++) {
             const int64_t last = w.first + i / w.G, start = s.window ? last - s.window : 0;   // sees start .. last - 1
             const float best = settle(s, p + i * KEYS, groups, j, start, last, sums[i].top);
-            soften(p + i * KEYS, weights + i * KEYS, groups, best, sums[i], acc + i * D, D, CODED<S> ? scales : nullptr);
+            soften(p + i * KEYS, weights + i * KEYS, groups, best, sums[i], acc + i * D, D, CODED<S> ? vs : nullptr);
         }
         values<T, S, R>(s.pool, weights, keys, tiles, next, acc);
     }
@@ -339,9 +343,9 @@ class CPUBackend(PagedKV):
         if why := self.fits(shape): raise ValueError(why)
         K, D, BS, per = shape.num_kv_heads, shape.head_dim, shape.block_size, 4 // shape.dtype.itemsize
         self.make(shape, (K, BS // 16, D // per, 16, per), (K, BS // per, D, per), (K, BS))
-        scales = list(zip(self.k_scales, self.v_scales)) or [()] * shape.num_layers
-        self.pools = [KVPool(k.data_ptr(), v.data_ptr(), K, D, BS, *(x.data_ptr() for x in s))
-                      for k, v, s in zip(self.k, self.v, scales)]
+        scales = [x for x in (self.k_scales, self.v_scales) if x]
+        self.pools = [KVPool(k.data_ptr(), v.data_ptr(), K, D, BS, *(x[i].data_ptr() for x in scales))
+                      for i, (k, v) in enumerate(zip(self.k, self.v))]
         self._attend, self._write = (getattr(ATTENTION.lib, f'{f}_{_NAMES[shape.dtype]}') for f in ('attend', 'write'))
 
     def prepare(self, meta:AttnMeta)->None:
