@@ -40,7 +40,6 @@ def _unfit(shape:KVShape)->str|None:
     if device.type == 'cuda' and (why := _unfit_card(device, shape.dtype)): return why
     if device.type != 'cuda' and not INTERPRETED:
         return f"on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly"
-    if shape.coded: return "with kv_dtype='int8': use kv_dtype='auto', or backend='torch'"
     if shape.block_size & (shape.block_size - 1): return f"with block_size={shape.block_size}: must be a power of two"
     if shape.head_dim > 256: return f"with head_dim={shape.head_dim}: must be at most 256"
     return None
@@ -70,17 +69,22 @@ class TritonBackend(PagedKV):
 
     def write(self, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta)->None:
         "Write the step's keys and values, [T, K, D], into their slots"
-        kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping)
+        kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping, **self._scales(layer))
+
+    def _scales(self, layer:int)->dict[str, torch.Tensor]:
+        return dict(k_scales=self.k_scales[layer], v_scales=self.v_scales[layer]) if self.shape.coded else {}
 
     def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
                window:int|None=None, softcap:float|None=None)->torch.Tensor:
         "Attention [T, H, D] of a packed step, whose keys and values are written already"
         s, k, v = meta.scratch, self.k[layer], self.v[layer]
         out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
-        tables, lens = s['tables'], s['lens']
-        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, window, softcap, dot=self.dots, out=out[:n])
+        tables, lens, scales = s['tables'], s['lens'], self._scales(layer)
+        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, window, softcap, dot=self.dots, out=out[:n],
+                           **scales)
         if len(tables) > n and self.dots:
-            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, window, softcap, out=out[n:])
+            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, window, softcap, out=out[n:],
+                          **scales)
         for rows, slots in s.get('prefill', ()):
             out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
         return out
