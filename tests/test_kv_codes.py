@@ -1,14 +1,18 @@
 """Keys and values in codes of 8 bits: what they cost, what they lose, and that nobody but their owner notices."""
 import math, shutil
+from pathlib import Path
 import pytest, torch
 from cbatch import LLM, SamplingParams
+from cbatch.core import Plan, Request, Scheduled
 from cbatch.kernels import cpu, lean
 from cbatch.model import tiny_lm
 from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, from_codes, to_codes
 from cbatch.params import EngineConfig, ParamError
+from cbatch.ragged_batch import pack
 from cbatch.runner import Executor, host_blocks, kv_shape, pool_blocks
 from harness import quiet, run_schedule
 
+ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
@@ -131,3 +135,28 @@ def test_nan_stays_with_its_request(path):
         while llm.has_unfinished: done |= {o.request_id: o for o in llm.step() if o.finished}
         assert done['0'].error and done['1'].outputs[0].token_ids == want[1]
         assert [llm.generate([p], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS[1:3]] == want
+
+def logits_of(llm, ids):
+    "Of every token of a prompt, computed in one step"
+    size = llm.config.block_size
+    r = Request('x', list(ids), GREEDY, 1, block_table=list(range(1, 2 + len(ids) // size)))
+    batch = pack(Plan(0, 0., scheduled=[Scheduled(r, 0, len(ids), rows=1)]), size)
+    batch.logit_rows = torch.arange(len(ids))
+    return llm.runner.executor.forward(batch).float().log_softmax(-1)
+
+@pytest.mark.slow
+@needs_compiler
+def test_what_is_lost_of_a_real_model(smollm2):
+    "Distributions of the next token over some texts: how far codes move them from those of float32"
+    texts = [(ROOT/name).read_text()[at:at + 2500] for name, at in
+             (('LICENSE', 0), ('README.md', 0), ('CONTRIBUTING.md', 0), ('cbatch/scheduler.py', 3000))]
+    prompts = [smollm2.tokenizer(t)['input_ids'][:576] for t in texts]
+    with LLM(smollm2, num_blocks=40) as plain, LLM(smollm2, num_blocks=40, kv_dtype='int8') as small:
+        pairs = [(logits_of(plain, p), logits_of(small, p)) for p in prompts]
+    a, b, next_ids = *(torch.cat(x) for x in zip(*pairs)), [i for p in prompts for i in (*p[1:], -1)]
+    kl = (a.exp() * (a - b)).sum(-1).mean().item()
+    told = torch.tensor([i >= 0 for i in next_ids])
+    nll = [-x[told].gather(1, torch.tensor(next_ids)[told][:, None]).mean().item() for x in (a, b)]
+    same = (a.argmax(-1) == b.argmax(-1)).float().mean().item()
+    print(f'{len(a)} tokens: KL {kl:.5f}, NLL {nll[1] - nll[0]:+.5f}, same top token {same:.1%}')
+    assert kl <= .002 and abs(nll[1] - nll[0]) <= .005 and same >= .97

@@ -51,8 +51,9 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
             at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
-            if k_scales is not None: key, value = widen(key, k_scales, at // D, inside, query.dtype), widen(
-                value, v_scales, at // D, inside, query.dtype)
+            if k_scales is not None:
+                key = widen(key, k_scales, at // D, inside, query.dtype)
+                value = widen(value, v_scales, at // D, inside, query.dtype)
             scores = tl.dot(query, tl.trans(key)) * scale
             if CAP is not None: scores = cap_scores(scores, CAP)
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
