@@ -13,7 +13,7 @@ from collections.abc import Sequence
 # settled here, as `triton.jit` looks at it when it meets a kernel; old versions of Triton have no knobs
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, 'knobs') else os.environ.get('TRITON_INTERPRET') == '1'
 
-# %% ../../kernels/00_kv_write.ipynb #0e40a87b
+# %% ../../kernels/00_kv_write.ipynb #03059a19
 @triton.jit
 def encode(x):
     "Codes of 8 bits of the rows of x, [rows, D], and a scale for each; NaN where a number is not finite"
@@ -25,6 +25,7 @@ def encode(x):
     codes = (y + 12582912.) - 12582912.              # to the nearest: a float so large has no fraction
     return codes.to(tl.int8), tl.where(odd == 0, scale, float('nan'))
 
+# %% ../../kernels/00_kv_write.ipynb #0e40a87b
 @triton.jit
 def _kv_write(k, v, k_cache, v_cache, slots, k_scales, v_scales, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
               K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr):
@@ -48,17 +49,18 @@ def _kv_write(k, v, k_cache, v_cache, slots, k_scales, v_scales, k_stride_t, k_s
 # %% ../../kernels/00_kv_write.ipynb #4fbfb76a
 def check_scales(
     k_cache:torch.Tensor, v_cache:torch.Tensor, # [B, block_size, K, D]
-    scales:Sequence[torch.Tensor|None],         # of keys and of values, [B, block_size, K]; None: the caches are no codes
+    scales:Sequence[torch.Tensor|None],         # of keys and of values, [B, block_size, K]; None: no codes
 )->bool: # are there any?
     "Refuse with a ValueError codes without scales, and scales that are not laid out as their codes"
     if all(x is None for x in scales): return False
     right = (tuple(k_cache.shape[:3]), torch.float32)
     if any(x is None or (tuple(x.shape), x.dtype) != right or not x.is_contiguous() for x in scales):
-        raise ValueError(f"scales of keys and of values must both be float32 {list(right[0])}, contiguous")
+        raise ValueError(f"scales of keys and of values must both be float32 {right[0]}, contiguous")
     if not k_cache.dtype == v_cache.dtype == torch.int8: raise ValueError(f"scales go with int8, not {k_cache.dtype}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()): raise ValueError("the caches must be contiguous")
     return True
 
+# %% ../../kernels/00_kv_write.ipynb #8313558c
 def _refuse(k:torch.Tensor, v:torch.Tensor, k_cache:torch.Tensor, v_cache:torch.Tensor, slots:torch.Tensor,
             scales:Sequence[torch.Tensor|None])->None:
     "What the kernel would misread is a ValueError"
@@ -75,6 +77,7 @@ def _refuse(k:torch.Tensor, v:torch.Tensor, k_cache:torch.Tensor, v_cache:torch.
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()): raise ValueError("the caches must be contiguous")
     if k.stride(2) != 1 or v.stride(2) != 1: raise ValueError("the last axis of k and v must be contiguous")
 
+# %% ../../kernels/00_kv_write.ipynb #15c59bc5
 def kv_write(
     k:torch.Tensor,       # [T, K, D], last axis contiguous
     v:torch.Tensor,       # [T, K, D], likewise

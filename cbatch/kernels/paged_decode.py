@@ -83,7 +83,8 @@ def scale_and_cap(scaling:float, softcap:float|None)->dict[str, float|None]:
 # %% ../../kernels/01_paged_decode.ipynb #e6d54fa4
 @triton.jit(do_not_specialize=['table_stride'])
 def _paged_decode(q, k_cache, v_cache, block_tables, seq_lens, out, lse, k_scales, v_scales, scale,
-                  q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_r, out_stride_h,
+                  q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_r,
+                  out_stride_h,
                   H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BG: tl.constexpr,
                   BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DOT: tl.constexpr,
                   SPLIT: tl.constexpr):
@@ -177,6 +178,7 @@ def strides(q:torch.Tensor, cache:torch.Tensor, block_tables:torch.Tensor, out:t
     return dict(q_stride_r=q_row, q_stride_h=q_head, block_stride=block, slot_stride=slot, head_stride=head,
                 table_stride=block_tables.stride(0), out_stride_r=out_row, out_stride_h=out_head)
 
+# %% ../../kernels/01_paged_decode.ipynb #4ee1c052
 def paged_decode(
     q:torch.Tensor,            # [R, H, D] one query per request; last axis contiguous
     k_cache:torch.Tensor,      # [B, block_size, K, D]

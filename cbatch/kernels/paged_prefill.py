@@ -25,9 +25,9 @@ def _request_of(tile, query_starts, num_requests, BQ: tl.constexpr):
 # %% ../../kernels/02_paged_prefill.ipynb #f64a857c
 @triton.jit(do_not_specialize=['table_stride', 'num_requests'])
 def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, scale,
-                   num_requests, q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_r,
-                   out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-                   BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
+                   num_requests, q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride,
+                   out_stride_r, out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr,
+                   BM: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     r = _request_of(tile, query_starts, num_requests, BQ)
     begin = tl.load(query_starts + r).to(tl.int32)

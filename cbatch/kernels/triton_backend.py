@@ -57,6 +57,8 @@ class TritonBackend(PagedKV):
         self.dots = self._dots(shape.device)
 
     def _dots(self, device:torch.device|str)->bool: return has_dots(device)
+    def _scales(self, layer:int)->dict[str, torch.Tensor]:
+        return dict(k_scales=self.k_scales[layer], v_scales=self.v_scales[layer]) if self.shape.coded else {}
 
     def prepare(self, meta:AttnMeta)->None:
         "Work out, once for all layers, which rows go to which kernel"
@@ -71,20 +73,15 @@ class TritonBackend(PagedKV):
         "Write the step's keys and values, [T, K, D], into their slots"
         kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping, **self._scales(layer))
 
-    def _scales(self, layer:int)->dict[str, torch.Tensor]:
-        return dict(k_scales=self.k_scales[layer], v_scales=self.v_scales[layer]) if self.shape.coded else {}
-
     def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
                window:int|None=None, softcap:float|None=None)->torch.Tensor:
         "Attention [T, H, D] of a packed step, whose keys and values are written already"
         s, k, v = meta.scratch, self.k[layer], self.v[layer]
         out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
-        tables, lens, scales = s['tables'], s['lens'], self._scales(layer)
-        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, window, softcap, dot=self.dots, out=out[:n],
-                           **scales)
+        tables, lens, how = s['tables'], s['lens'], dict[str, Any](window=window, softcap=softcap, **self._scales(layer))
+        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **how)
         if len(tables) > n and self.dots:
-            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, window, softcap, out=out[n:],
-                          **scales)
+            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **how)
         for rows, slots in s.get('prefill', ()):
             out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
         return out

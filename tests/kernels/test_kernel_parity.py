@@ -8,7 +8,8 @@ import pytest, torch
 from cbatch.kernels.kv_write import INTERPRETED, kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
-from reference import DTYPES, assert_right, coded, decode, expected, far_cache, kv_case, kv_codes_right, kv_right, make, prefill, vast
+from reference import (DTYPES, assert_right, coded, decode, expected, far_cache, kv_case, kv_codes_right, kv_right,
+                       make, prefill, vast)
 from sanitizer import sanitized
 
 DEVICE = 'cpu' if INTERPRETED else 'cuda'
@@ -77,7 +78,8 @@ def test_decode(G, K, D, bs, lens, kw, dtype, dot):
 @pytest.mark.parametrize('G, K, D, bs, lens, kw', DECODE, ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in DECODE])
 def test_decode_of_codes(G, K, D, bs, lens, kw, dtype, dot):
     kw = dict(kw); splits = kw.pop('num_splits', 1)
-    decodes(coded(make(lens, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw)), num_splits=splits, dot=dot)
+    c = make(lens, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw)
+    decodes(coded(c), num_splits=splits, dot=dot)
 
 @pytest.mark.parametrize('splits', [None, *range(1, 9)])
 def test_decode_splits(splits):
