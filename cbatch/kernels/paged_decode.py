@@ -108,10 +108,10 @@ def _paged_decode(q, k_cache, v_cache, block_tables, seq_lens, out, lse, k_scale
         key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
         value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
         if k_scales is not None:
-            key = widen(key, k_scales, at // D, inside, query.dtype)
-            value = widen(value, v_scales, at // D, inside, query.dtype)
+            key, value = key.to(query.dtype), widen(value, v_scales, at // D, inside, query.dtype)
         if DOT: scores = tl.dot(query, tl.trans(key)) * scale
         else: scores = tl.sum(query[:, None, :].to(tl.float32) * key[None, :, :].to(tl.float32), 2) * scale
+        if k_scales is not None: scores *= tl.load(k_scales + at // D, mask=inside, other=0.)[None, :]
         if CAP is not None: scores = cap_scores(scores, CAP)
         p, top, total, acc = softmax_step(tl.where(inside[None, :], scores, -float('inf')), top, total, acc)
         if DOT: acc = tl.dot(p.to(value.dtype), value, acc)

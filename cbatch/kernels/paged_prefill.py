@@ -52,9 +52,9 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             if k_scales is not None:
-                key = widen(key, k_scales, at // D, inside, query.dtype)
-                value = widen(value, v_scales, at // D, inside, query.dtype)
+                key, value = key.to(query.dtype), widen(value, v_scales, at // D, inside, query.dtype)
             scores = tl.dot(query, tl.trans(key)) * scale
+            if k_scales is not None: scores *= tl.load(k_scales + at // D, mask=inside, other=0.)[None, :]
             if CAP is not None: scores = cap_scores(scores, CAP)
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
             if WINDOW: sees = sees & (pos[None, :] > before + i[:, None] - WINDOW)
