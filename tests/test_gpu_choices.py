@@ -117,6 +117,14 @@ def test_dots_by_capability(monkeypatch, capability, dots):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
     assert triton.has_dots('cuda') is dots and triton.has_dots('cpu')
 
+@pytest.mark.parametrize('capability,D,fits', [((10, 0), 256, False), ((10, 0), 128, True), ((9, 0), 256, True)])
+def test_codes_where_there_are_registers_for_them(monkeypatch, capability, D, fits):
+    triton = pytest.importorskip('cbatch.kernels.triton_backend')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
+    for kv, ok in (('int8', fits), ('auto', True)):
+        why = triton.TritonBackend.fits(KVShape(4, 16, 1, 2, D, torch.float16, 'cuda', kv))
+        assert why is None if ok else "kv_dtype='int8' and head_dim=256" in why
+
 def test_the_pool_is_what_is_left_of_the_card(monkeypatch):
     "Total times the share that may be used, less what is taken already, less what a step needs"
     lm = tiny_lm('llama')

@@ -41,6 +41,9 @@ def _unfit(shape:KVShape)->str|None:
     if device.type != 'cuda' and not INTERPRETED:
         return f"on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly"
     if shape.block_size & (shape.block_size - 1): return f"with block_size={shape.block_size}: must be a power of two"
+    large = shape.coded and shape.head_dim > 128 and device.type == 'cuda'
+    if large and torch.cuda.get_device_capability(device)[0] == 10:       # 22 registers of its prefill would be spilled
+        return f"with kv_dtype='int8' and head_dim={shape.head_dim} on this card: its registers are too few, use 'auto'"
     if shape.head_dim > 256: return f"with head_dim={shape.head_dim}: must be at most 256"
     return None
 

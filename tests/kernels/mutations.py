@@ -38,7 +38,7 @@ m('kv_write', 'one more than a code can be', ', -127.), 127.)', ', -128.), 128.)
 
 d = 'paged_decode'
 m(d, 'scales not masked', 'tl.load(scales + at, mask=inside, other=0.)', 'tl.load(scales + at)')
-m(d, 'scales of other keys', 'widen(key, k_scales, at // D', 'widen(key, k_scales, at // BD')
+m(d, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
 m(d, "values with the keys' scales", 'widen(value, v_scales', 'widen(value, k_scales')
 m(d, 'a key too many', '(pos < n)', '(pos <= n)')
 m(d, 'a key too few', '(pos < n)', '(pos < n - 1)')
@@ -92,7 +92,8 @@ m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(t
   'tl.sum(part * weight[:, None], 0)')
 
 p = 'paged_prefill'
-m(p, 'scales of other keys', 'widen(key, k_scales, at // D', 'widen(key, k_scales, at // BD')
+m(p, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
+m(p, 'keys without their scales', 'scores *= tl.load(k_scales', 'scores += 0 * tl.load(k_scales')
 m(p, "values with the keys' scales", 'widen(value, v_scales', 'widen(value, k_scales')
 m(p, 'a query does not see itself', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] < before + i[:, None]')
 m(p, 'a query sees the next', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] <= before + 1 + i[:, None]')
