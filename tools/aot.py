@@ -40,7 +40,8 @@ def jobs(quick=False, turing=False):
             for D, G, K in QUICK if quick else SHAPES:
                 job = dict(target=target, dtype=dtype, head_dim=D, group=G, kv_heads=K, turing=turing)
                 plain = target == 'sm_75' and not turing
-                coded = [False, True] if (D, G) in CODED and (target, D) != ('sm_100', 256) else [False]   # refused there
+                refused = (target, D) == ('sm_100', 256)
+                coded = [False, True] if (D, G) in CODED and not refused else [False]
                 if not turing: yield from (dict(job, kernel='kv_write', coded=c) for c in coded)
                 # dots on Turing have no tensor cores: neither they nor prefill are claimed
                 if plain:

@@ -98,5 +98,5 @@ def paged_prefill(
         q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, num_requests=R,
         **scale_and_cap(scaling, softcap), **strides(q, k_cache, block_tables, out),
         G=G, D=D, BS=bs, BQ=BM // G, BM=BM, BD=BD, TILE=tile, WINDOW=window,
-        num_warps=warps, num_stages=num_stages(stages))
+        num_warps=warps, num_stages=num_stages(1 if k_scales is not None else stages))
     return out

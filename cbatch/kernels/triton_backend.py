@@ -81,10 +81,10 @@ class TritonBackend(PagedKV):
         "Attention [T, H, D] of a packed step, whose keys and values are written already"
         s, k, v = meta.scratch, self.k[layer], self.v[layer]
         out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
-        tables, lens, how = s['tables'], s['lens'], dict[str, Any](window=window, softcap=softcap, **self._scales(layer))
-        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **how)
+        tables, lens, kw = s['tables'], s['lens'], dict[str, Any](window=window, softcap=softcap, **self._scales(layer))
+        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **kw)
         if len(tables) > n and self.dots:
-            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **how)
+            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **kw)
         for rows, slots in s.get('prefill', ()):
             out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
         return out
