@@ -14,6 +14,9 @@ PRELUDE = r"""
 #include <functional>
 #include <utility>
 #include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 #ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
@@ -51,6 +54,42 @@ inline void store(float* p, V x) { *(V*)p = x; }
 inline void store(bf16* p, V x) {
     const U u = (U)x, rounded = u + 0x7fff + (u >> 16 & 1), nan = (U)(x != x);
     *(H*)p = __builtin_convertvector(((rounded & ~nan) | (0x7fc00000 & nan)) >> 16, H);
+}
+"""
+
+# %% ../nbs/07_cpp.ipynb #669ee8be
+PRELUDE += r"""
+typedef int8_t Codes __attribute__((vector_size(L), aligned(1), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(2 * L), aligned(1), may_alias));
+typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
+inline V floats(I x) { return __builtin_convertvector(x, V); }
+
+// L codes; compilers know the one instruction only by its name
+inline V floats(const int8_t* p) {
+#if LANES == 16 && defined(__AVX512F__)
+    return floats((I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif LANES == 8 && defined(__AVX2__)
+    return floats((I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return floats(__builtin_convertvector(__builtin_convertvector(*(const Codes*)p, Shorts), I));
+#endif
+}
+
+// D numbers become codes, put(d, code) each; their scale
+template <typename T, typename P> inline float encode(const T* x, int64_t D, P put) {
+    V top = {}, odd = {}; float most = 0, bad = 0;
+    for (int64_t d = 0; d < D; d += L) {
+        const V y = load(x + d);
+        top = larger(y < 0 ? -y : y, top); odd += y * 0.f;
+    }
+    for (int l = 0; l < L; l++) { most = std::max(most, top[l]); bad += odd[l]; }
+    const float scale = most / 127;
+    for (int64_t d = 0; d < D; d += L) {
+        const V y = load(x + d) / scale, cut = y > 127 ? splat(127) : y < -127 ? splat(-127) : y == y ? y : V{};
+        const U bits = (U)(cut + 12582912.f);                 // to the nearest: the lowest bits of a large float
+        for (int l = 0; l < L; l++) put(d + l, (int8_t)bits[l]);
+    }
+    return bad == 0 ? scale : NAN;
 }
 """
 

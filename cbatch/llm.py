@@ -23,6 +23,7 @@ from .model import CausalLM
 from .params import EngineConfig, ParamError, RequestFailed, SamplingParams, wished
 from .catalog import get_policy
 from .reports import Draft
+from .runner import kv_shape
 from .scheduler import STUCK
 from .text import encode_chat
 
@@ -70,6 +71,8 @@ def metrics(self:LLM)->dict[str, Any]:
     return {**self.counters.as_dict(), **now, **found, 'spent_s': spent, 'forward_s': self.runner.forward_s}
 
 # %% ../nbs/39_llm.ipynb #d1fc03e3
+def _codes(c:EngineConfig)->str: return '' if c.kv_dtype == 'auto' else f' of {c.kv_dtype}'
+
 @patch
 def _way(self:LLM)->str:
     "Model, dtype, device, and which way they are run"
@@ -86,7 +89,7 @@ def _guessing(self:LLM)->str:
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
     c, room = self.config, self.num_blocks * self.config.block_size
-    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB{_codes(c)}"
     who = f"policy {self.scheduler.policy.name}" + (f", guesses by {g}" if (g := self._guessing()) else '')
     return (f"LLM({self._way()}, {who}; "
             f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
@@ -95,7 +98,7 @@ def __repr__(self:LLM)->str:
 def _repr_html_(self:LLM)->str:
     if self.model is None: return '<code>LLM(closed)</code>'
     c, now, room = self.config, self.metrics, self.num_blocks * self.config.block_size
-    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB"
+    pool = f"{self.num_blocks:,} blocks of {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB{_codes(c)}"
     steps, use = f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens", f"{now['slot_utilisation']:.0%}"
     rows = {'model': self._way(), 'policy': self.scheduler.policy.name,
             'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens',
@@ -105,6 +108,21 @@ def _repr_html_(self:LLM)->str:
     if g := self._guessing():
         rows['guesses'] = f"{g}; {now['num_accepted_tokens']:,} of {now['num_guessed_tokens']:,} held"
     return '<table>' + ''.join(f'<tr><td>{k}</td><td>{escape(v)}</td></tr>' for k, v in rows.items()) + '</table>'
+
+# %% ../nbs/39_llm.ipynb #63981c3e
+@patch
+def encode(self:LLM,
+    prompt:Any, # text, token ids, or a list of messages
+)->list[int]:   # token ids
+    "Tokens of a prompt, as a request would get them"
+    self.ensure_open()
+    return self.door.encode(prompt)
+
+@patch(as_prop=True)
+def kv_bytes(self:LLM)->int:
+    "Size of the KV pool, the null block included"
+    self.ensure_open()
+    return kv_shape(self.model, self.config, self.num_blocks).num_bytes
 
 # %% ../nbs/39_llm.ipynb #f7a54e95
 @patch

@@ -148,6 +148,7 @@ ELSEWHERE = dict(
     random_seed='seed', top_logprobs='logprobs', bad_words_ids='bad_words', torch_dtype='dtype', scheduling='policy',
     max_batch_size='max_num_seqs', max_seq_len='max_model_len', num_gpu_blocks_override='num_blocks',
     swap_space='swap_mb', enable_prefix_caching='prefix_caching', enforce_eager='cuda_graphs (False is eager)',
+    kv_cache_dtype='kv_dtype', cache_type_k='kv_dtype',
     mem_fraction_static='gpu_memory_utilization', speculative_config='guesses (and max_guesses)',
     speculative_model='guesses', num_speculative_tokens='max_guesses', prompt_lookup_num_tokens='max_guesses',
     assistant_model='guesses')   # what other frameworks say: what it is called here
@@ -288,6 +289,7 @@ class EngineConfig:
     num_blocks:int|None = None        # KV pool; None: from `kv_cache_mb`
     kv_cache_mb:float|None = None     # KV pool in MB (10^6 bytes), instead of `num_blocks`; None: see `pool_blocks`
     gpu_memory_utilization:float = 0.9  # share of a GPU that weights and pool may take
+    kv_dtype:str = 'auto'             # of keys and values: int8, codes with a scale for each; auto: the model's dtype
     backend:str = 'auto'              # attention: torch, cpu, triton; auto: what suits the device
     cuda_graphs:bool = True           # with Triton on a GPU: replay decode steps instead of launching them
     lean:bool = True                  # on a CPU: run models of the Llama shape by a version written for serving
@@ -335,7 +337,7 @@ def _sizes(c:EngineConfig)->dict[str, Any]:
 
 # %% ../nbs/00_params.ipynb #944892fc
 _CHOICES = dict(preemption=('recompute', 'swap'), load_format=('auto', 'dummy'), products=('auto', 'panels', 'onednn'),
-                weights=('auto', 'kept', 'unpacked'),
+                weights=('auto', 'kept', 'unpacked'), kv_dtype=('auto', 'int8'),
                 guess_when=('pays', 'always'))
 _OPEN = 'device', 'policy', 'backend', 'victim', 'guesses', 'force_preempt'   # looked at where they are made
 _DTYPES = 'auto', 'float32', 'bfloat16', 'float16'

@@ -31,16 +31,20 @@ def prompts():
     return [tuple(rng.randrange(258) for _ in range(n)) for n in lens]
 
 @functools.cache
-def free_run(prompt, wish):
-    "The oracle's answer to a prompt if nothing but its length stops it"
-    params = SamplingParams(**WISHES[wish], max_tokens=LONGEST, ignore_eos=True)
-    return generate_ref(llama(), list(prompts()[prompt]), params).token_ids
+def free_run(prompt, wish, kv_dtype='auto'):
+    """The oracle's answer to a prompt if nothing but its length stops it.
+    Of KV in codes, the oracle is an engine that serves one request at a time and remembers none"""
+    params, ids = SamplingParams(**WISHES[wish], max_tokens=LONGEST, ignore_eos=True), list(prompts()[prompt])
+    if kv_dtype == 'auto': return generate_ref(llama(), ids, params).token_ids
+    with LLM(llama(), kv_dtype=kv_dtype, num_blocks=8, max_num_seqs=1, prefix_caching=False) as alone:
+        return alone.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids
 
 def decode(ids): return llama().tokenizer.decode(ids, skip_special_tokens=True)
 
-def expected(prompt, wish, params):
+def expected(prompt, wish, params, kv_dtype='auto'):
     "The oracle's answer with the wished end: token ids and finish reason. Its start does not depend on where it ends"
-    ids, ends = free_run(prompt, wish), {*params.stop_token_ids, *(() if params.ignore_eos else llama().eos_ids)}
+    ids = free_run(prompt, wish, kv_dtype)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else llama().eos_ids)}
     for n in range(1, params.max_tokens + 1):
         if ids[n-1] in ends or any(s in decode(ids[:n]) for s in params.stop): return ids[:n], 'stop'
     return ids[:n], 'length'
@@ -179,10 +183,10 @@ def draw_params(rng, prompt, wish):
     if rng.random() < .2 and whole: kw['stop'] = [rng.choice(whole), 'never said']
     return SamplingParams(**WISHES[wish], **kw)
 
-def draw_engine(rng, policy, longest):
+def draw_engine(rng, policy, longest, kv_dtype='auto'):
     """An engine that can serve requests of up to `longest` tokens, now and then with little more memory than one of
     them needs; its clock moves by hand"""
-    bs = rng.choice([4, 5, 8, 16, 32])
+    bs = rng.choice([4, 5, 8, 16, 32] if kv_dtype == 'auto' else [16, 32])     # codes: one path, bit for bit
     need = cdiv(longest, bs)
     policy = policy or rng.choice(['vllm'] * 3 + [Static(True), Static(False), Dynamic(.03, pad=rng.random() < .5)])
     more = [need, 3 * need, 8 * need]     # who reserves needs more to have company
@@ -190,21 +194,21 @@ def draw_engine(rng, policy, longest):
     llm = LLM(llama(), policy=policy, block_size=bs, num_blocks=need + rng.choice(more),
               preemption=rng.choice(['recompute', 'swap']), prefix_caching=rng.random() < .6,
               max_num_seqs=rng.choice([1, 2, 3, 4, 6, 8, 12, 16]),
-              max_num_batched_tokens=rng.choice([8, 9, 12, 16, 33, 64, 128, 512]))
+              max_num_batched_tokens=rng.choice([8, 9, 12, 16, 33, 64, 128, 512]), kv_dtype=kv_dtype)
     # whoever reads what was never written is found out
-    for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[1:] = float('nan')
+    for x in llm.runner.executor.backend.tensors: x[1:] = float('nan') if x.is_floating_point() else 77
     llm.now = 0.
     llm.clock = lambda: llm.now
     return llm
 
-def run_schedule(seed, policy=None, num_requests=None):
+def run_schedule(seed, policy=None, num_requests=None, kv_dtype='auto'):
     "One random schedule, checked at every step and at its end; returns what happened, counted"
     rng = random.Random(seed)
     todo = []
     for i in range(num_requests or rng.randint(3, 10)):
         prompt, wish = rng.randrange(len(prompts())), rng.choice([0, 0, 0, 1, 2, 3])
         todo.append((f'q{i}', prompt, wish, draw_params(rng, prompt, wish)))
-    llm = draw_engine(rng, policy, max(len(prompts()[p]) + sp.max_tokens for _, p, _, sp in todo))
+    llm = draw_engine(rng, policy, max(len(prompts()[p]) + sp.max_tokens for _, p, _, sp in todo), kv_dtype)
     late = rng.choice([0, 0, 0, .3])    # s; arrivals may be told long after they happened
     watch, asked, seen = Watch(llm, not late), {t[0]: t for t in todo}, Counter()
     rush, cruelty = rng.choice([.3, .7, 1.]), rng.choice([0, 0, .06])
@@ -222,7 +226,7 @@ def run_schedule(seed, policy=None, num_requests=None):
             seen[f"aborted {'mid-prompt' if mid_prompt else r.status.value}"] += 1
             assert llm.abort(r.request_id) and not llm.abort(r.request_id)
             watch.aborted(r.request_id)
-            check_answer(asked[r.request_id], r.output_ids, None, seen)
+            check_answer(asked[r.request_id], r.output_ids, None, seen, kv_dtype)
         watch.plan = None
         watch.stepped(llm.step())
         llm.now += .01
@@ -235,7 +239,7 @@ def run_schedule(seed, policy=None, num_requests=None):
     quiet(llm)
     assert set(watch.ended) == set(asked)
     for rid, o in watch.ended.items():
-        if o: check_answer(asked[rid], o.outputs[0].token_ids, o, seen)
+        if o: check_answer(asked[rid], o.outputs[0].token_ids, o, seen, kv_dtype)
     for rec in rng.sample(llm.trace.records, min(2, len(llm.trace.records))):
         assert llm.trace.state(rec.step).num_free_blocks == rec.num_free_blocks
     m = llm.metrics
@@ -247,12 +251,14 @@ def run_schedule(seed, policy=None, num_requests=None):
     seen[llm.scheduler.policy.name] += 1
     return seen
 
-def check_answer(ask, ours, o, seen):
+def check_answer(ask, ours, o, seen, kv_dtype='auto'):
     "A finished answer is the oracle's; one cut off by an abort is its beginning"
     rid, prompt, wish, params = ask
-    ref, reason = expected(prompt, wish, params)
-    how = agree(prompts()[prompt], params, ours, ref if o else ref[:len(ours)])               # O2
-    assert how != 'different', f'{rid}: {ours} is not {ref}'
+    ref, reason = expected(prompt, wish, params, kv_dtype)
+    want = ref if o else ref[:len(ours)]
+    if kv_dtype == 'auto': how = agree(prompts()[prompt], params, ours, want)
+    else: how = 'equal' if ours == want else 'different'
+    assert how != 'different', f'{rid}: {ours} is not {ref}'                                  # O2
     seen[how] += 1
     if not o or how == 'tie': return
     c, m = o.outputs[0], o.metrics

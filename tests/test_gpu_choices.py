@@ -117,12 +117,20 @@ def test_dots_by_capability(monkeypatch, capability, dots):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
     assert triton.has_dots('cuda') is dots and triton.has_dots('cpu')
 
+@pytest.mark.parametrize('capability,D,fits', [((10, 0), 256, False), ((10, 0), 128, True), ((9, 0), 256, True)])
+def test_codes_where_there_are_registers_for_them(monkeypatch, capability, D, fits):
+    triton = pytest.importorskip('cbatch.kernels.triton_backend')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device=None: capability)
+    for kv, ok in (('int8', fits), ('auto', True)):
+        why = triton.TritonBackend.fits(KVShape(4, 16, 1, 2, D, torch.float16, 'cuda', kv))
+        assert why is None if ok else "kv_dtype='int8' and head_dim=256" in why
+
 def test_the_pool_is_what_is_left_of_the_card(monkeypatch):
     "Total times the share that may be used, less what is taken already, less what a step needs"
     lm = tiny_lm('llama')
     class OnCard:                                    # the tiny model, as if it lay on a card
-        device, config, layers, dtype, vocab_size, head_dim, max_len, kv_bytes_per_token = (
-            'cuda', lm.config, lm.layers, lm.dtype, lm.vocab_size, lm.head_dim, 10**9, lm.kv_bytes_per_token)
+        device, config, layers, dtype, vocab_size, head_dim, max_len, num_layers, num_kv_heads = (
+            'cuda', lm.config, lm.layers, lm.dtype, lm.vocab_size, lm.head_dim, 10**9, lm.num_layers, lm.num_kv_heads)
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (12e9, 16e9))
     cfg = EngineConfig(gpu_memory_utilization=.5, max_num_batched_tokens=1000, max_num_seqs=10**5)
     room = .5 * 16e9 - 4e9 - step_bytes(OnCard, cfg)

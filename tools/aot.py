@@ -8,7 +8,7 @@ A row is bad, and the exit status 1, if the kernel
 - spills: keeps in slow memory what did not fit into its registers;
 - has a dot that is not computed by tensor cores;
 - loads keys or values in pieces of less than 16 bytes, the widest there are; where a tile has less than that for each
-  thread, in more than one piece a thread.
+  thread, in more than one piece a thread; of codes 8 bytes, as many numbers: they lie as what becomes of them.
 Each compile runs in a process of its own that may die: an error inside LLVM ends it."""
 import argparse, collections, json, os, re, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +29,7 @@ SHAPES = [(64, 3, 3), (64, 4, 8), (64, 8, 1), (64, 1, 8), (80, 1, 32), (96, 1, 3
           (128, 1, 8), (128, 4, 8), (128, 8, 4), (256, 1, 16), (256, 8, 1)]
 QUICK = [(64, 3, 3), (80, 1, 32), (128, 4, 8), (256, 8, 1)]
 QUICK_TARGETS = ['sm_75', 'sm_80', 'sm_90', 'gfx942']
+CODED = [(64, 3), (80, 1), (128, 4), (256, 8)] # head_dim, group
 EXTRAS = dict(window=4096, softcap=50.)
 
 def jobs(quick=False, turing=False):
@@ -39,14 +40,16 @@ def jobs(quick=False, turing=False):
             for D, G, K in QUICK if quick else SHAPES:
                 job = dict(target=target, dtype=dtype, head_dim=D, group=G, kv_heads=K, turing=turing)
                 plain = target == 'sm_75' and not turing
-                if not turing: yield dict(job, kernel='kv_write')
+                refused = (target, D) == ('sm_100', 256)
+                coded = [False, True] if (D, G) in CODED and not refused else [False]
+                if not turing: yield from (dict(job, kernel='kv_write', coded=c) for c in coded)
                 # dots on Turing have no tensor cores: neither they nor prefill are claimed
                 if plain:
-                    yield dict(job, kernel='paged_decode', dot=False)
+                    yield from (dict(job, kernel='paged_decode', dot=False, coded=c) for c in coded)
                     if (D, G) == (128, 4): yield dict(job, kernel='paged_decode', dot=False, **EXTRAS)
                     continue
-                yield dict(job, kernel='paged_decode', dot=True)
-                yield dict(job, kernel='paged_prefill')
+                yield from (dict(job, kernel='paged_decode', dot=True, coded=c) for c in coded)
+                yield from (dict(job, kernel='paged_prefill', coded=c) for c in coded)
                 if (D, G) in ((128, 4), (256, 8)) and (not quick or target == 'sm_80'):
                     yield dict(job, kernel='paged_decode', dot=True, **EXTRAS)
                     yield dict(job, kernel='paged_prefill', **EXTRAS)
@@ -90,7 +93,12 @@ def call(job, dtype):
     q, cache = torch.empty(R, G * K, D, dtype=dtype), torch.empty(3, 16, K, D, dtype=dtype)
     tables, lens = torch.ones(R, 64, dtype=torch.int32), torch.ones(R, dtype=torch.int32)
     extra = {k: job[k] for k in EXTRAS if k in job}
-    if job['kernel'] == 'kv_write': kv_write(q[:, :K], q[:, :K], cache, cache, lens)
+    scales = {}
+    if job.get('coded'):
+        cache, scale = cache.to(torch.int8), torch.empty(3, 16, K)
+        scales = dict(k_scales=scale, v_scales=scale)
+        extra |= scales
+    if job['kernel'] == 'kv_write': kv_write(q[:, :K], q[:, :K], cache, cache, lens, **scales)
     elif job['kernel'] == 'paged_decode':
         paged_decode(q, cache, cache, tables, lens, D**-.5, num_splits=8, dot=job['dot'], **extra)
     else: paged_prefill(q, cache, cache, tables, lens, torch.arange(R + 1, dtype=torch.int32), D**-.5, **extra)
@@ -157,11 +165,12 @@ def row(job, fn, k):
     if not resident: bad.append('registers for no program at all')
     if name != 'reduce':
         # bytes of a tile that each thread loads
-        need = min(16, 2 * consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)
+        size = 1 if job.get('coded') and name != 'kv_write' else 2
+        need = size * min(8, consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)
         if not widths: bad.append('no load of keys found')
         elif min(widths) < need: bad.append(f"loads keys or values {min(widths)} bytes at a time, could {need}")
     variant = [{True: 'dot', False: 'dot-free'}.get(consts.get('DOT')), 'window and soft cap' if consts.get('WINDOW')
-               else None]
+               else None, 'codes' if job.get('coded') else None]
     return dict(kernel=name, variant=', '.join(filter(None, variant)), dtype=job['dtype'], head_dim=job['head_dim'],
                 group=job['group'], target=target,
                 warps=k.metadata.num_warps, **facts, smem=k.metadata.shared, load_bytes=min(widths, default=None),

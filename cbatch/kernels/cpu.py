@@ -10,13 +10,10 @@ import ctypes, os, torch
 from fastcore.basics import patch
 from ..cpp import PRELUDE
 from ..native import Native, struct
-from ..paged_attention import AttnMeta, KVShape, PagedKV
+from ..paged_attention import AttnMeta, KVShape, PagedKV, from_codes
 
 # %% ../../kernels/03_cpu.ipynb #1aa6c967
 ATTENTION_CPP = PRELUDE + r"""
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 constexpr int ROWS = L == 16 ? 8 : 4;                         // rows whose sums have a place beside each other
 template <typename T> constexpr int PER = sizeof(word) / sizeof(T);     // numbers in a word
 
@@ -50,7 +47,7 @@ template <int R = ROWS, typename F> inline void known(int n, const F& f) {
 """
 
 # %% ../../kernels/03_cpu.ipynb #078c3ad7
-KVPool = struct('KVPool', 'void* k v; int64 kv_heads dim block_size')
+KVPool = struct('KVPool', 'void* k v; int64 kv_heads dim block_size; float* k_scales v_scales')   # scales: of codes
 _Write = struct('Write', """
     const void* k v; const int64* slots;
     int64 tokens k_token k_head v_token v_head threads;
@@ -70,7 +67,14 @@ template <typename T> inline int64_t value_spot(int64_t at, int64_t d, int64_t D
 
 // a head's key and value, of one token, into their slot
 template <typename T> inline void place(const KVPool& p, int64_t slot, int64_t head, const T* key, const T* value) {
-    const int64_t D = p.dim, BS = p.block_size, at = slot % BS, first = (slot / BS * p.kv_heads + head) * BS * D;
+    const int64_t D = p.dim, BS = p.block_size, at = slot % BS, token = (slot / BS * p.kv_heads + head) * BS;
+    const int64_t first = token * D;
+    if (p.k_scales) {
+        int8_t *k = (int8_t*)p.k + first, *v = (int8_t*)p.v + first;
+        p.k_scales[token + at] = encode(key, D, [&](int64_t d, int8_t c) { k[key_spot<T>(at, d, D)] = c; });
+        p.v_scales[token + at] = encode(value, D, [&](int64_t d, int8_t c) { v[value_spot<T>(at, d, D)] = c; });
+        return;
+    }
     T *k = (T*)p.k + first, *v = (T*)p.v + first;
     for (int64_t d = 0; d < D; d++) { k[key_spot<T>(at, d, D)] = key[d]; v[value_spot<T>(at, d, D)] = value[d]; }
 }
@@ -87,6 +91,23 @@ extern "C" void write_f32(const Write* w) { write<float>(*w); }
 extern "C" void write_bf16(const Write* w) { write<bf16>(*w); }
 """
 
+# %% ../../kernels/03_cpu.ipynb #792f9cd2
+ATTENTION_CPP += r"""
+template <typename S> constexpr bool CODED = sizeof(S) == 1;
+
+// L words of a pool, as they lie or made of codes
+template <typename T> inline U fetch(const T* p) { return *(const U*)p; }
+template <typename T> inline U fetch(const int8_t* p) {
+    if constexpr (PER<T> == 1) return (U)floats(p);
+#ifdef __AVX512BF16__
+    return (U)_mm512_cvtne2ps_pbh((__m512)floats(p + L), (__m512)floats(p));
+#else
+    const I pair = __builtin_convertvector(*(const Shorts*)p, I);
+    return (U)floats(pair << 24 >> 24) >> 16 | (U)floats(pair >> 8);      // 8 bits of a float are all it has
+#endif
+}
+"""
+
 # %% ../../kernels/03_cpu.ipynb #050ca58a
 _Step = struct('Step', """
     const void* q; void* out; const int32* tables lens starts;
@@ -101,7 +122,7 @@ template <int R> constexpr int COLUMNS = L == 16 && R <= 6 ? 4 : 2;
 
 // consecutive queries of a request, G heads of a group each; the first query sees `first` keys
 struct Piece { int64_t request, kv, token, first; int head0, G; };
-struct Tiles { int64_t at[TILES]; };                          // where each begins, in words
+struct Tiles { int64_t at[TILES], key[TILES]; };              // where each begins, in words and in scales
 
 // the tiles of the 64 keys from key j; beyond the last key, its tile again
 template <typename T> inline Tiles find(const Step& s, const Piece& w, int64_t j, int64_t end) {
@@ -110,25 +131,35 @@ template <typename T> inline Tiles find(const Step& s, const Piece& w, int64_t j
     Tiles t;
     for (int i = 0; i < TILES; i++) {
         const int64_t pos = std::max<int64_t>(0, std::min(j + i * W, (end - 1) / W * W));
-        t.at[i] = ((table[pos / BS] * s.pool.kv_heads + w.kv) * BS + pos % BS) * s.pool.dim / PER<T>;
+        t.key[i] = (table[pos / BS] * s.pool.kv_heads + w.kv) * BS + pos % BS;
+        t.at[i] = t.key[i] * s.pool.dim / PER<T>;
+        if (s.pool.k_scales) {
+            __builtin_prefetch(s.pool.k_scales + t.key[i], 0, 2); __builtin_prefetch(s.pool.v_scales + t.key[i], 0, 2);
+        }
     }
     return t;
 }
+"""
 
+# %% ../../kernels/03_cpu.ipynb #708723af
+ATTENTION_CPP += r"""
 // p[R][KEYS] = R queries x the keys of some tiles
-template <typename T, int R>
+template <typename T, typename S, int R>
 inline void scores(const KVPool& pool, const word* q, const Tiles& tiles, int groups, float* p) {
     constexpr int C = COLUMNS<R>;
     const int64_t n = pool.dim / PER<T>;
-    const word *k = (const word*)pool.k, *v = (const word*)pool.v;
+    const S *k = (const S*)pool.k, *v = (const S*)pool.v;
     for (int g = 0; g < groups; g += C) {
         V a[R][C] = {};
         multiply<T, R, C>(q, n, [&](int64_t d, int c) {
             const int64_t spot = tiles.at[(g + c) * L / W] + d * W + (g + c) * L % W;
-            __builtin_prefetch(v + spot, 0, 2);               // the value, on its way while scores are computed
-            return *(const U*)(k + spot);
+            __builtin_prefetch(v + spot * PER<T>, 0, 2);      // the value, on its way while scores are computed
+            return fetch<T>(k + spot * PER<T>);
         }, n, a);
-        for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) store(p + i * KEYS + (g + c) * L, a[i][c]);
+        for (int i = 0; i < R; i++) for (int c = 0; c < C; c++) {
+            if constexpr (CODED<S>) a[i][c] *= load(pool.k_scales + tiles.key[(g + c) * L / W] + (g + c) * L % W);
+            store(p + i * KEYS + (g + c) * L, a[i][c]);
+        }
     }
 }
 """
@@ -155,15 +186,23 @@ inline float settle(const Step& s, float* p, int groups, int64_t j, int64_t star
     for (int l = 0; l < L; l++) best = std::max(best, t[l]);
     return best;
 }
+"""
 
+# %% ../../kernels/03_cpu.ipynb #08f1439f
+ATTENTION_CPP += r"""
 struct Sum { float top = -INF, sum = 0; };                    // the largest score so far, the sum of weights beside it
 
 // scores become weights; what was summed before shrinks where a larger score has come
 template <typename T>
-inline void soften(const float* p, T* weights, int groups, float best, Sum& r, float* acc, int64_t D) {
+inline void soften(const float* p, T* weights, int groups, float best, Sum& r, float* acc, int64_t D,
+                   const float* scales=nullptr) {             // of the values
     if (best == -INF) { std::memset(weights, 0, KEYS * sizeof(T)); return; }
     V total = V{}; float t[L];
-    for (int g = 0; g < groups; g++) { V e = exp2v(load(p + g * L) - best); store(weights + g * L, e); total += e; }
+    for (int g = 0; g < groups; g++) {
+        const V e = exp2v(load(p + g * L) - best);
+        total += e;                                           // a key that is not seen may have any scale, NaN even
+        store(weights + g * L, scales ? e == 0 ? V{} : e * load(scales + g * L) : e);
+    }
     store(t, total);
     if (best > r.top) {
         const float shrink = r.top == -INF ? 0.f : std::exp2(r.top - best);
@@ -190,31 +229,31 @@ inline void add_values(const word* weights, int64_t n, Y y, float* acc, int64_t 
 }
 
 // the same for all dimensions of the values in some tiles; meanwhile, ask for the keys of the next
-template <typename T, int R>
+template <typename T, typename S, int R>
 inline void values(const KVPool& pool, const T* weights, int n, const Tiles& tiles, const Tiles& next, float* acc) {
     constexpr int P = PER<T>, C = COLUMNS<R>;
-    const word *k = (const word*)pool.k, *v = (const word*)pool.v, *w = (const word*)weights;
+    const S *k = (const S*)pool.k, *v = (const S*)pool.v;
     const int64_t D = pool.dim;
     int64_t d = 0;
     auto value = [&](int64_t t, int c) {
         const int64_t step = t % (W / P) * D + d + c * L;
-        __builtin_prefetch(k + next.at[t / (W / P)] + step, 0, 2);
-        return *(const U*)(v + tiles.at[t / (W / P)] + step);
+        __builtin_prefetch(k + (next.at[t / (W / P)] + step) * P, 0, 2);
+        return fetch<T>(v + (tiles.at[t / (W / P)] + step) * P);
     };
-    for (; d + C * L <= D; d += C * L) add_values<T, R, C>(w, n, value, acc + d, D);
-    for (; d < D; d += L) add_values<T, R, 1>(w, n, value, acc + d, D);
+    for (; d + C * L <= D; d += C * L) add_values<T, R, C>((const word*)weights, n, value, acc + d, D);
+    for (; d < D; d += L) add_values<T, R, 1>((const word*)weights, n, value, acc + d, D);
 }
 """
 
 # %% ../../kernels/03_cpu.ipynb #c8d7c80f
 ATTENTION_CPP += r"""
-template <typename T, int R> void rows(const Step& s, const Piece& w) {
+template <typename T, typename S, int R> void rows(const Step& s, const Piece& w) {
     const int64_t D = s.pool.dim, n = D / PER<T>, end = w.first + R / w.G - 1;
     const int64_t begin = s.window ? std::max<int64_t>(0, w.first - s.window) / KEYS * KEYS : 0;
     static thread_local std::vector<word> memory;
     memory.assign(R * (n + D), 0);
     word* q = memory.data(); float* acc = (float*)(q + R * n);
-    alignas(64) float p[R * KEYS]; alignas(64) T weights[R * KEYS];
+    alignas(64) float p[R * KEYS], vs[KEYS]; alignas(64) T weights[R * KEYS];
     Sum sums[R];
     auto token = [&](int i) { return w.token + i / w.G; };
     auto head = [&](int i) { return w.kv * (s.heads / s.pool.kv_heads) + w.head0 + i % w.G; };
@@ -224,13 +263,14 @@ template <typename T, int R> void rows(const Step& s, const Piece& w) {
     for (int64_t j = begin; j < end; j += KEYS) {
         const int keys = std::min<int64_t>(KEYS, end - j), groups = (keys + L - 1) / L;
         const Tiles tiles = next; next = find<T>(s, w, j + KEYS, end);
-        scores<T, R>(s.pool, q, tiles, groups, p);
+        scores<T, S, R>(s.pool, q, tiles, groups, p);
+        for (int t = 0; CODED<S> && t < TILES; t++) std::memcpy(vs + t * W, s.pool.v_scales + tiles.key[t], W * 4);
         for (int i = 0; i < R; i++) {
             const int64_t last = w.first + i / w.G, start = s.window ? last - s.window : 0;   // sees start .. last - 1
             const float best = settle(s, p + i * KEYS, groups, j, start, last, sums[i].top);
-            soften(p + i * KEYS, weights + i * KEYS, groups, best, sums[i], acc + i * D, D);
+            soften(p + i * KEYS, weights + i * KEYS, groups, best, sums[i], acc + i * D, D, CODED<S> ? vs : nullptr);
         }
-        values<T, R>(s.pool, weights, keys, tiles, next, acc);
+        values<T, S, R>(s.pool, weights, keys, tiles, next, acc);
     }
     for (int i = 0; i < R; i++) {
         T* o = (T*)s.out + token(i) * s.out_token + head(i) * s.out_head;
@@ -257,7 +297,9 @@ template <typename T> void attend(const Step& s, const Items& all) {
         const int r = all[w].first, i = all[w].second, m = s.starts[r + 1] - s.starts[r], n = std::min(per, m - i);
         for (int g = 0; g < G; g += ROWS) {
             const Piece piece{r, kv, s.starts[r] + i, s.lens[r] - m + i + 1, g, std::min(ROWS, G - g)};
-            known(n * piece.G, [&](auto R) { rows<T, R>(s, piece); });
+            known(n * piece.G, [&](auto R) {
+                if (s.pool.k_scales) rows<T, int8_t, R>(s, piece); else rows<T, T, R>(s, piece);
+            });
         }
     }
 }
@@ -300,11 +342,10 @@ class CPUBackend(PagedKV):
     def __init__(self, shape:KVShape):
         if why := self.fits(shape): raise ValueError(why)
         K, D, BS, per = shape.num_kv_heads, shape.head_dim, shape.block_size, 4 // shape.dtype.itemsize
-        def one(*tile): return torch.zeros(shape.num_blocks + 1, K, *tile, dtype=shape.dtype)
-        def make(*tile): return [one(*tile) for _ in range(shape.num_layers)]
-        self.shape, self.k, self.v = shape, make(BS // 16, D // per, 16, per), make(BS // per, D, per)
-        self.host:list[torch.Tensor] = []
-        self.pools = [KVPool(k.data_ptr(), v.data_ptr(), K, D, BS) for k, v in zip(self.k, self.v)]
+        self.make(shape, (K, BS // 16, D // per, 16, per), (K, BS // per, D, per), (K, BS))
+        scales = [x for x in (self.k_scales, self.v_scales) if x]
+        self.pools = [KVPool(k.data_ptr(), v.data_ptr(), K, D, BS, *(x[i].data_ptr() for x in scales))
+                      for i, (k, v) in enumerate(zip(self.k, self.v))]
         self._attend, self._write = (getattr(ATTENTION.lib, f'{f}_{_NAMES[shape.dtype]}') for f in ('attend', 'write'))
 
     def prepare(self, meta:AttnMeta)->None:
@@ -327,6 +368,15 @@ def write(self:CPUBackend, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnM
     w = _Write(k.data_ptr(), v.data_ptr(), meta.slot_mapping.data_ptr(), len(k), k.stride(0), k.stride(1),
                v.stride(0), v.stride(1), torch.get_num_threads(), self.pools[layer])
     self._write(ctypes.byref(w))
+
+@patch
+def read(self:CPUBackend, layer:int, slots:torch.Tensor)->list[torch.Tensor]:
+    "What was written into some slots, keys and values [.., K, D], in the model's dtype"
+    s, (k, v) = self.shape, (self.k[layer].permute(0, 2, 4, 1, 3, 5), self.v[layer].permute(0, 2, 4, 1, 3))
+    found = [x.reshape(-1, s.num_kv_heads, s.head_dim)[slots] for x in (k, v)]
+    if not s.coded: return found
+    scales = (x[layer].transpose(1, 2).flatten(0, 1)[slots] for x in (self.k_scales, self.v_scales))
+    return [from_codes(x, y, s.dtype) for x, y in zip(found, scales)]
 
 @patch
 def attend(self:CPUBackend,

@@ -9,7 +9,7 @@ __all__ = ['paged_prefill']
 import torch, triton
 import triton.language as tl
 from .paged_decode import (cap_scores, check_attention, num_stages, scale_and_cap, softmax_step, strides,
-                                         token_offsets)
+                                         token_offsets, widen)
 
 # %% ../../kernels/02_paged_prefill.ipynb #bca35e77
 @triton.jit
@@ -24,10 +24,10 @@ def _request_of(tile, query_starts, num_requests, BQ: tl.constexpr):
 
 # %% ../../kernels/02_paged_prefill.ipynb #f64a857c
 @triton.jit(do_not_specialize=['table_stride', 'num_requests'])
-def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, scale, num_requests,
-                   q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride, out_stride_r,
-                   out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr,
-                   BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
+def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, scale,
+                   num_requests, q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride,
+                   out_stride_r, out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr,
+                   BM: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     r = _request_of(tile, query_starts, num_requests, BQ)
     begin = tl.load(query_starts + r).to(tl.int32)
@@ -51,7 +51,10 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
             at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
+            if k_scales is not None:
+                key, value = key.to(query.dtype), widen(value, v_scales, at // D, inside, query.dtype)
             scores = tl.dot(query, tl.trans(key)) * scale
+            if k_scales is not None: scores *= tl.load(k_scales + at // D, mask=inside, other=0.)[None, :]
             if CAP is not None: scores = cap_scores(scores, CAP)
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
             if WINDOW: sees = sees & (pos[None, :] > before + i[:, None] - WINDOW)
@@ -79,10 +82,12 @@ def paged_prefill(
     window:int|None=None,      # each query sees this many keys at most, itself included
     softcap:float|None=None,   # scores become softcap * tanh(score / softcap)
     out:torch.Tensor|None=None,# [T, H, D], last axis contiguous; rows for nobody are left as they are
+    k_scales:torch.Tensor|None=None, # [B, block_size, K] float32, where the caches are codes, int8
+    v_scales:torch.Tensor|None=None, # likewise
 )->torch.Tensor:               # [T, H, D]; rows for nobody are zeros if `out` is made here
     "Causal attention of any number of queries per request over paged keys and values"
     if out is None: out = q.new_zeros(q.shape)
-    check_attention(q, k_cache, v_cache, block_tables, seq_lens, out, window)
+    check_attention(q, k_cache, v_cache, block_tables, seq_lens, out, window, (k_scales, v_scales))
     (T, H, D), (_, bs, K, _), R = q.shape, k_cache.shape, len(seq_lens)
     if query_starts.shape != (R + 1,):
         raise ValueError(f"query_starts {tuple(query_starts.shape)} must be [{R + 1}] for {R} requests")
@@ -90,8 +95,8 @@ def paged_prefill(
     G, BD = H // K, triton.next_power_of_2(D)
     BM, tile, warps, stages = _config(G, BD)
     _paged_prefill[(T // (BM // G) + R, K)](
-        q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, num_requests=R,
+        q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, num_requests=R,
         **scale_and_cap(scaling, softcap), **strides(q, k_cache, block_tables, out),
         G=G, D=D, BS=bs, BQ=BM // G, BM=BM, BD=BD, TILE=tile, WINDOW=window,
-        num_warps=warps, num_stages=num_stages(stages))
+        num_warps=warps, num_stages=num_stages(1 if k_scales is not None else stages))
     return out

@@ -9,6 +9,7 @@ __all__ = ['Logits', 'Record', 'has_dots', 'TritonBackend', 'split_mma', 'enable
 # %% ../../kernels/07_triton_backend.ipynb #0a21d336
 import dataclasses, logging, re, torch
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol
 from fastcore.basics import patch
 from .kv_write import INTERPRETED, kv_write
@@ -40,6 +41,9 @@ def _unfit(shape:KVShape)->str|None:
     if device.type != 'cuda' and not INTERPRETED:
         return f"on {device}: needs a GPU, or TRITON_INTERPRET=1 in the environment to try it slowly"
     if shape.block_size & (shape.block_size - 1): return f"with block_size={shape.block_size}: must be a power of two"
+    large = shape.coded and shape.head_dim > 128 and device.type == 'cuda'
+    if large and torch.cuda.get_device_capability(device)[0] == 10:       # 22 registers of its prefill would be spilled
+        return f"with kv_dtype='int8' and head_dim={shape.head_dim} on this card: its registers are too few, use 'auto'"
     if shape.head_dim > 256: return f"with head_dim={shape.head_dim}: must be at most 256"
     return None
 
@@ -56,6 +60,8 @@ class TritonBackend(PagedKV):
         self.dots = self._dots(shape.device)
 
     def _dots(self, device:torch.device|str)->bool: return has_dots(device)
+    def _scales(self, layer:int)->dict[str, torch.Tensor]:
+        return dict(k_scales=self.k_scales[layer], v_scales=self.v_scales[layer]) if self.shape.coded else {}
 
     def prepare(self, meta:AttnMeta)->None:
         "Work out, once for all layers, which rows go to which kernel"
@@ -68,19 +74,19 @@ class TritonBackend(PagedKV):
 
     def write(self, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta)->None:
         "Write the step's keys and values, [T, K, D], into their slots"
-        kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping)
+        kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping, **self._scales(layer))
 
     def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
                window:int|None=None, softcap:float|None=None)->torch.Tensor:
         "Attention [T, H, D] of a packed step, whose keys and values are written already"
         s, k, v = meta.scratch, self.k[layer], self.v[layer]
         out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
-        tables, lens = s['tables'], s['lens']
-        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, window, softcap, dot=self.dots, out=out[:n])
+        tables, lens, kw = s['tables'], s['lens'], dict[str, Any](window=window, softcap=softcap, **self._scales(layer))
+        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **kw)
         if len(tables) > n and self.dots:
-            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, window, softcap, out=out[n:])
+            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **kw)
         for rows, slots in s.get('prefill', ()):
-            out[rows] = attend_chunk(q[rows], k, v, slots, meta, scaling, window, softcap)
+            out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
         return out
 
 # %% ../../kernels/07_triton_backend.ipynb #d89773af

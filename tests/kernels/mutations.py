@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 import interp
-from reference import assert_right, decode, far_cache, kv_case, kv_right, make, prefill, vast
+from reference import assert_right, coded, decode, far_cache, kv_case, kv_codes_right, kv_right, make, prefill, vast
 from sanitizer import Fault, sanitized
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,18 @@ m('kv_write', 'keys where values belong', 'tl.store(v_cache + to', 'tl.store(k_c
 m('kv_write', 'slots of 32 bits', 'tl.load(slots + t).to(tl.int64)', 'tl.load(slots + t).to(tl.int32)')
 m('kv_write', 'tokens of 32 bits', 'tl.program_id(0).to(tl.int64)', 'tl.program_id(0)')
 
+m('kv_write', 'a scale too many', 'k_scale, mask=head < K', 'k_scale, mask=head <= K')
+m('kv_write', 'scales as wide as the tile', 'k_scales + slot * K + head', 'k_scales + slot * BK + head')
+m('kv_write', "values with the keys' scale", 'head, v_scale, mask', 'head, k_scale, mask')
+m('kv_write', 'codes cut off, not rounded', '(y + 12582912.) - 12582912.', 'y')
+m('kv_write', 'no number gets a scale', "tl.where(odd == 0, scale, float('nan'))", 'scale')
+m('kv_write', 'one more than a code can be', ', -127.), 127.)', ', -128.), 128.)',
+  'the scale is the largest number over 127, so no code is beyond that but by half a rounding')
+
 d = 'paged_decode'
+m(d, 'scales not masked', 'tl.load(scales + at, mask=inside, other=0.)', 'tl.load(scales + at)')
+m(d, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
+m(d, "values with the keys' scales", 'widen(value, v_scales', 'widen(value, k_scales')
 m(d, 'a key too many', '(pos < n)', '(pos <= n)')
 m(d, 'a key too few', '(pos < n)', '(pos < n - 1)')
 m(d, 'window a key too long', 'tl.maximum(n - WINDOW, 0)', 'tl.maximum(n - WINDOW - 1, 0)')
@@ -81,6 +92,9 @@ m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(t
   'tl.sum(part * weight[:, None], 0)')
 
 p = 'paged_prefill'
+m(p, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
+m(p, 'keys without their scales', 'scores *= tl.load(k_scales', 'scores += 0 * tl.load(k_scales')
+m(p, "values with the keys' scales", 'widen(value, v_scales', 'widen(value, k_scales')
 m(p, 'a query does not see itself', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] < before + i[:, None]')
 m(p, 'a query sees the next', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] <= before + 1 + i[:, None]')
 m(p, 'window a key too long', 'pos[None, :] > before + i[:, None] - WINDOW',
@@ -117,6 +131,9 @@ def kv_checks(kv_write):
         with sanitized(): assert kv_right(kv_write, *kv_case(*shape, **kw)), 'wrong bits'
     yield 'small', lambda: small(4, 3, 64)
     yield 'head_dim 80', lambda: small(3, 2, 80, bs=8)
+    def codes():
+        with sanitized(): assert kv_codes_right(kv_write, *kv_case(5, 3, 80, bs=8)), 'wrong bits'
+    yield 'codes', codes
     def far():
         k, v, *_ = kv_case(1, 8, 128, dtype=torch.float16)
         caches = [vast(2**31 + 2**20).view(-1, 16, 8, 128) for _ in 'kv']
@@ -152,6 +169,7 @@ def decode_checks(kernel):
         'short contexts': (lambda: make([1, 15, 16, 17], G=3, K=2), {}),
         'two tiles and nobody': (lambda: make([70, 0], G=2, scaling=.5), {}),
         'dot-free': (lambda: make([70, 33], G=3), dict(dot=False)),
+        'codes': (lambda: coded(make([70, 17], G=3, K=2, D=80, bs=8)), {}),
         'three splits': (lambda: make([150, 0, 33], G=3), dict(num_splits=3)),
         'window': (lambda: make([150, 64], G=1, window=70), dict(num_splits=2)),
         'soft cap': (lambda: make([30], G=2, softcap=1.5), {}),
@@ -168,6 +186,7 @@ def prefill_checks(kernel):
         'chunks': (lambda: make([5, 40, 27], [1, 30, 7], G=3, K=2, padding=2), {}),
         'many requests': (lambda: make([0, 1, 24, 0, 23, 45], [0, 1, 22, 0, 21, 43], G=3), {}),
         'one request': (lambda: make([5], [3]), {}),
+        'codes': (lambda: coded(make([40, 5], [9, 2], G=3, K=2, D=80, bs=8)), {}),
         'window': (lambda: make([75], [70], window=33), {}),
         'head_dim 80': (lambda: make([24], [9], G=1, K=2, D=80, bs=8), {}),
         'soft cap': (lambda: make([9], [9], softcap=1.5), {})})

@@ -6,6 +6,7 @@ import math, mmap
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 import torch
+from cbatch.paged_attention import from_codes, to_codes
 
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 # Outputs are averages of values of size 1, some up to 4.
@@ -48,8 +49,17 @@ def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, 
     return Case(q, *caches.to(device), tables.to(device), i32(seq_lens),
                 i32([0, *query_lens]).cumsum(0, dtype=torch.int32), options)
 
-def expected(c:Case, scaling, window=None, softcap=None):
+def coded(c:Case):
+    "The same case with keys and values in codes; what no token owns has rubbish for codes and NaN for a scale"
+    kept = [to_codes(x) for x in (c.k_cache, c.v_cache)]
+    for codes, scale in kept: codes[scale.isnan()] = 77
+    (k, k_scales), (v, v_scales) = kept
+    return replace(c, k_cache=k, v_cache=v, options=c.options | dict(k_scales=k_scales, v_scales=v_scales))
+
+def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales=None):
     "[T, H, D] float64; zeros for who sees nothing"
+    if k_scales is not None:
+        c = replace(c, k_cache=from_codes(c.k_cache, k_scales), v_cache=from_codes(c.v_cache, v_scales))
     out = torch.zeros(c.q.shape, dtype=torch.float64)
     K, bs = c.k_cache.shape[2], c.k_cache.shape[1]
     all_q, caches, tables, starts = (c.q.double().cpu(), [c.k_cache.cpu(), c.v_cache.cpu()], c.block_tables.tolist(),
@@ -107,6 +117,23 @@ def kv_right(kernel, k, v, k_cache, v_cache, slots):
             for x, w in zip((k, v), want): w[s // w.shape[1], s % w.shape[1]] = x[i]
     kernel(k, v, k_cache, v_cache, slots)
     return torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
+
+def kv_codes_right(kernel, k, v, k_cache, v_cache, slots):
+    "Every bit of codes and scales, but the codes of what is no number"
+    k, v = k.clone(), v.clone()
+    k[0, 0, 3], v[-1, -1, 0] = math.nan, -math.inf
+    k[len(k) // 2], v[0, 0] = 0, v[0, 0] * 1e-6
+    caches = [torch.full(x.shape, 77, dtype=torch.int8, device=x.device) for x in (k_cache, v_cache)]
+    scales = [torch.full(x.shape[:3], 5., device=x.device) for x in caches]
+    want = [x.clone() for x in caches + scales]
+    for i, s in enumerate(slots.tolist()):
+        for x, codes, scale in ((k, *want[::2]), (v, *want[1::2])):
+            if s >= 0: codes.flatten(0, 1)[s], scale.flatten(0, 1)[s] = to_codes(x[i])
+    kernel(k, v, *caches, slots, *scales)
+    same = lambda a, b: torch.equal(a.nan_to_num(7.), b.nan_to_num(7.))
+    number = [~x.isnan()[..., None] for x in want[2:]]
+    return (all(map(same, scales, want[2:])) and sum(int(x.isnan().sum()) for x in scales) > 0
+            and all(torch.equal(a * n, b * n) for a, b, n in zip(caches, want, number)))
 
 def vast(numel, before=2**31, dtype=torch.float16):
     """A flat tensor of `numel` elements with `before` more ahead of it, without the memory.

@@ -17,6 +17,7 @@ def engine(lm, **kw):
     return LLM(lm, backend='triton', **dict(num_blocks=40, block_size=4, max_num_seqs=3, max_num_batched_tokens=8,
                                             check=True) | kw)
 def answers(llm, n=5): return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sp(n), use_tqdm=False)]
+def answers_to(llm, p, n=5): return llm.generate([p], sp(n), use_tqdm=False)[0].outputs[0].token_ids
 def alone(lm, n=5): return [generate_ref(lm, p, sp(n)).token_ids for p in PROMPTS]
 
 @pytest.mark.parametrize('arch', ['llama', 'qwen3'])
@@ -39,6 +40,21 @@ def test_prefix_hits(arch):
         assert first == again == alone(lm, 3) and llm.metrics['num_cached_tokens'] > 8
         forked = llm.generate([PROMPTS[0]], sp(3, n=2), use_tqdm=False)[0]
         assert [c.token_ids for c in forked.outputs] == [first[0]] * 2
+
+@pytest.mark.parametrize('dots', [True, False])
+@pytest.mark.parametrize('how', [dict(num_blocks=8), dict(num_blocks=8, preemption='swap'), dict(num_blocks=40)],
+                         ids=['recompute', 'swap', 'prefix'])
+def test_keys_and_values_in_codes(how, dots, monkeypatch):
+    "Equal to the one who is alone, and to torch's definition of what is kept"
+    monkeypatch.setattr(TritonBackend, '_dots', lambda self, device: dots)
+    lm, want = tiny_lm('llama'), {}
+    for backend in ('torch', 'triton'):
+        with LLM(lm, backend=backend, kv_dtype='int8', num_blocks=40, block_size=4, max_num_seqs=1,
+                 prefix_caching=False, lean=False) as llm: want[backend] = [answers_to(llm, p) for p in PROMPTS]
+    assert want['torch'] == want['triton']
+    with engine(lm, kv_dtype='int8', **how) as llm:
+        assert answers(llm) == want['triton'] and answers(llm) == want['triton']
+        assert llm.metrics['num_preemptions' if how['num_blocks'] == 8 else 'num_cached_tokens'] > 0
 
 @pytest.mark.parametrize('arch', ['mistral', 'gemma2'])
 def test_window_and_soft_cap(arch):

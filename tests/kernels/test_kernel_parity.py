@@ -8,7 +8,8 @@ import pytest, torch
 from cbatch.kernels.kv_write import INTERPRETED, kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
-from reference import DTYPES, assert_right, decode, expected, far_cache, kv_case, kv_right, make, prefill, vast
+from reference import (DTYPES, assert_right, coded, decode, expected, far_cache, kv_case, kv_codes_right, kv_right,
+                       make, prefill, vast)
 from sanitizer import sanitized
 
 DEVICE = 'cpu' if INTERPRETED else 'cuda'
@@ -30,6 +31,13 @@ def prefills(c, **kw):
                                          (3, 8, 128, 128), (2, 4, 256, 16), (0, 2, 64, 16)])
 def test_kv_write(T, K, D, bs, dtype):
     with checked(): assert kv_right(kv_write, *kv_case(T, K, D, bs, DTYPES[dtype], device=DEVICE))
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('T, K, D, bs', [(1, 1, 64, 16), (7, 3, 64, 16), (4, 5, 80, 8), (5, 2, 256, 16)])
+@pytest.mark.filterwarnings('ignore::RuntimeWarning')       # numpy's, of what is no number
+def test_kv_write_codes(T, K, D, bs, dtype):
+    case = kv_case(T, K, D, bs, DTYPES[dtype], device=DEVICE)
+    with checked(): assert kv_codes_right(kv_write, *case)
 
 def test_kv_write_int32_slots():
     *case, slots = kv_case(7, 3, 64, device=DEVICE)
@@ -64,6 +72,14 @@ DECODE = [ # group, kv heads, head_dim, block_size, keys of each request, the re
 def test_decode(G, K, D, bs, lens, kw, dtype, dot):
     kw = dict(kw); splits = kw.pop('num_splits', 1)
     decodes(make(lens, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw), num_splits=splits, dot=dot)
+
+@pytest.mark.parametrize('dot', [True, False], ids=['dot', 'sum'])
+@pytest.mark.parametrize('dtype', TYPES)
+@pytest.mark.parametrize('G, K, D, bs, lens, kw', DECODE, ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in DECODE])
+def test_decode_of_codes(G, K, D, bs, lens, kw, dtype, dot):
+    kw = dict(kw); splits = kw.pop('num_splits', 1)
+    c = make(lens, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw)
+    decodes(coded(c), num_splits=splits, dot=dot)
 
 @pytest.mark.parametrize('splits', [None, *range(1, 9)])
 def test_decode_splits(splits):
@@ -130,6 +146,21 @@ PREFILL = [ # group, kv heads, head_dim, block_size, queries, keys, the rest
                          ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in PREFILL])
 def test_prefill(G, K, D, bs, queries, keys, kw, dtype):
     prefills(make(keys, queries, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw))
+
+@pytest.mark.parametrize('dtype', TYPES)
+@pytest.mark.parametrize('G, K, D, bs, queries, keys, kw', PREFILL,
+                         ids=[f'G{c[0]}-K{c[1]}-D{c[2]}-bs{c[3]}' for c in PREFILL])
+def test_prefill_of_codes(G, K, D, bs, queries, keys, kw, dtype):
+    prefills(coded(make(keys, queries, G=G, K=K, D=D, bs=bs, dtype=DTYPES[dtype], device=DEVICE, **kw)))
+
+def test_codes_without_scales_are_refused():
+    c = coded(make([5], G=3, device=DEVICE))
+    for wrong in (dict(k_scales=None), dict(k_scales=None, v_scales=None), dict(v_scales=c.options['v_scales'].half()),
+                  dict(v_scales=c.options['v_scales'][:, :, :0])):
+        with pytest.raises(ValueError): decode(paged_decode, c, **wrong)
+    plain = make([5], G=3, device=DEVICE)
+    with pytest.raises(ValueError, match='scales go with int8'):
+        decode(paged_decode, plain, k_scales=c.options['k_scales'], v_scales=c.options['v_scales'])
 
 @pytest.mark.parametrize('window', [1, 2, 31, 32, 33, 1000])
 def test_prefill_windows(window):
