@@ -9,7 +9,7 @@ __all__ = ['paged_prefill']
 import torch, triton
 import triton.language as tl
 from .paged_decode import (cap_scores, check_attention, num_stages, scale_and_cap, softmax_step, strides,
-                                         token_offsets, widen)
+                                         token_offsets)
 
 # %% ../../kernels/02_paged_prefill.ipynb #bca35e77
 @triton.jit
@@ -51,15 +51,18 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
             at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
-            if k_scales is not None:
-                key, value = key.to(query.dtype), widen(value, v_scales, at // D, inside, query.dtype)
+            if k_scales is not None: key, value = key.to(query.dtype), value.to(query.dtype)     # whole numbers to 127
             scores = tl.dot(query, tl.trans(key)) * scale
             if k_scales is not None: scores *= tl.load(k_scales + at // D, mask=inside, other=0.)[None, :]
             if CAP is not None: scores = cap_scores(scores, CAP)
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
             if WINDOW: sees = sees & (pos[None, :] > before + i[:, None] - WINDOW)
             p, top, total, acc = softmax_step(tl.where(sees, scores, -float('inf')), top, total, acc)
+            if v_scales is not None:
+                lift = tl.load(v_scales + at // D, mask=inside, other=0.) * 256
+                p = tl.where(sees, p * lift[None, :], 0.)
             acc = tl.dot(p.to(value.dtype), value, acc)
+        if v_scales is not None: total *= 256           # small weights in float16 would have lost their last digits
         acc = acc / tl.where(total == 0, 1., total)[:, None]
         to = out + t * out_stride_r + head[:, None] * out_stride_h + d[None, :]
         tl.store(to, acc.to(out.dtype.element_ty), mask=rows & cols)

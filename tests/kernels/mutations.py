@@ -94,7 +94,7 @@ m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(t
 p = 'paged_prefill'
 m(p, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
 m(p, 'keys without their scales', 'scores *= tl.load(k_scales', 'scores += 0 * tl.load(k_scales')
-m(p, "values with the keys' scales", 'widen(value, v_scales', 'widen(value, k_scales')
+m(p, "values with the keys' scales", 'tl.load(v_scales + at // D', 'tl.load(k_scales + at // D')
 m(p, 'a query does not see itself', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] < before + i[:, None]')
 m(p, 'a query sees the next', 'pos[None, :] <= before + i[:, None]', 'pos[None, :] <= before + 1 + i[:, None]')
 m(p, 'window a key too long', 'pos[None, :] > before + i[:, None] - WINDOW',
