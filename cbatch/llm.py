@@ -124,21 +124,6 @@ def kv_bytes(self:LLM)->int:
     self.ensure_open()
     return kv_shape(self.model, self.config, self.num_blocks).num_bytes
 
-# %% ../nbs/39_llm.ipynb #f7a54e95
-@patch
-def encode(self:LLM,
-    prompt:Any, # text, token ids, or a list of messages
-)->list[int]:   # token ids
-    "Tokens of a prompt, as a request would get them"
-    self.ensure_open()
-    return self.door.encode(prompt)
-
-@patch(as_prop=True)
-def kv_bytes(self:LLM)->int:
-    "Size of the KV pool, the null block included"
-    self.ensure_open()
-    return (self.num_blocks + 1) * self.config.block_size * self.model.kv_bytes_per_token
-
 # %% ../nbs/39_llm.ipynb #52271967
 import time
 from .metrics import EngineCounters

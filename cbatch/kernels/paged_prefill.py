@@ -46,8 +46,7 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
         top, total = tl.full([BM], -float('inf'), tl.float32), tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BD], tl.float32)
         for k0 in range(start // TILE * TILE, end, TILE):
-            pos = k0 + tl.arange(0, TILE)
-            inside = (pos >= start) & (pos < end)
+            pos = k0 + tl.arange(0, TILE); inside = (pos >= start) & (pos < end)
             at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
             key = tl.load(k_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols, other=0.)
@@ -58,10 +57,8 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
             sees = inside[None, :] & (pos[None, :] <= before + i[:, None])
             if WINDOW: sees = sees & (pos[None, :] > before + i[:, None] - WINDOW)
             p, top, total, acc = softmax_step(tl.where(sees, scores, -float('inf')), top, total, acc)
-            if v_scales is not None:
-                lift = tl.load(v_scales + at // D, mask=inside, other=0.) * 256
-                p = tl.where(sees, p * lift[None, :], 0.)
-            acc = tl.dot(p.to(value.dtype), value, acc)
+            if v_scales is not None: p *= 256 * tl.load(v_scales + at // D, mask=inside, other=0.)[None, :]
+            acc = tl.dot(tl.where(sees, p, 0.).to(value.dtype), value, acc)
         if v_scales is not None: total *= 256           # small weights in float16 would have lost their last digits
         acc = acc / tl.where(total == 0, 1., total)[:, None]
         to = out + t * out_stride_r + head[:, None] * out_stride_h + d[None, :]
