@@ -122,7 +122,7 @@ m(p, 'values not masked', 'v_cache + at[:, None] + d[None, :], mask=inside[:, No
 m(p, 'values wider than the head', 'v_cache + at[:, None] + d[None, :], mask=inside[:, None] & cols',
   'v_cache + at[:, None] + d[None, :], mask=inside[:, None]')
 m(p, 'no sum', 'acc = acc / tl.where(total == 0, 1., total)[:, None]', 'acc = acc')
-m(p, 'the last tile is all', 'acc = tl.dot(p.to(value.dtype), value, acc)', 'acc = tl.dot(p.to(value.dtype), value)')
+m(p, 'the last tile is all', 'value, acc)', 'value)')
 
 # --- the checks: small cases, quick ones first
 
