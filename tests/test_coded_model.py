@@ -64,16 +64,17 @@ def test_taken_as_they_are(arch, bits, monkeypatch):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
-def test_the_same_in_any_company(dtype, mode):
+@pytest.mark.parametrize('kv', ['auto', 'int8'])
+def test_the_same_in_any_company(dtype, mode, kv):
     "Alone, in a crowd short of memory, prompts in pieces, with guesses: tokens and log probabilities to the last bit"
     model = quantise(wide(dtype=dtype, num_hidden_layers=2), 4)
     wishes = [sp(18, logprobs=2), sp(14, temperature=1., seed=5), sp(20, repetition_penalty=1.3), sp(),
               sp(12, temperature=.7, seed=2)]
-    with engine(model, prefix_caching=False) as one:
+    with engine(model, prefix_caching=False, kv_dtype=kv) as one:
         alone = [one.generate([p], w, use_tqdm=False)[0].outputs[0] for p, w in zip(P, wishes)]
     guessing = dict(guesses='lookup', guess_when='always')
     for more in dict(max_num_batched_tokens=8), dict(num_blocks=7, watermark=0.), guessing:
-        knobs = dict(backend='cpu', block_size=16, num_blocks=24, check=True, preemption=mode)
+        knobs = dict(backend='cpu', block_size=16, num_blocks=24, check=True, preemption=mode, kv_dtype=kv)
         with LLM(model, **{**knobs, **more}) as llm:
             outs = llm.generate(P, wishes, use_tqdm=False)
             assert [o.outputs[0].token_ids for o in outs] == [c.token_ids for c in alone]
