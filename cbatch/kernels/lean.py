@@ -118,6 +118,12 @@ def _pad(x:torch.Tensor, n:int)->torch.Tensor:
     "Fill up the first axis with zeros, to a multiple of n"
     return F.pad(x, (*[0] * (2 * x.dim() - 1), -len(x) % n))
 
+def _bias(parts:list[Any], out:int, dtype:torch.dtype)->torch.Tensor|None:
+    "What layers side by side add to their outputs; None: none of them does"
+    if all(p.bias is None for p in parts): return None
+    each = (torch.zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts)
+    return torch.cat([_pad(b.to(dtype), out) for b in each])
+
 class Laid:
     "Weights as the step wants them, kept as long as C++ has their addresses"
     def __init__(self, onednn:bool):
@@ -139,6 +145,11 @@ class Laid:
             if STEP.lib: STEP.lib.huge(address, len(self.room))
         to, self.room = self.room[:x.nbytes].view(x.dtype), self.room[size:]
         return to.copy_(x.flatten()).data_ptr()
+
+    def biases(self, parts:list[Any], out:int)->int|None:
+        "What layers side by side add to their outputs; None: nothing"
+        bias = _bias(parts, out, torch.float32)
+        return None if bias is None else self.keep(_pad(bias, WIDE))
 
     def floats(self, norm:Any)->int|None:
         "A norm's weights; None where the layer has no such norm"
@@ -183,11 +194,8 @@ def codes(self:Laid,
     if len(some) < len(parts): return None
     bits, (q, d, m, zero) = max(p.codes.bits for p in parts), _same([_padded(*s, out) for s in some])
     half = all(torch.equal(x.half().float(), x.float()) for x in (d, m) if x is not None)
-    biases = [p.bias if p.bias is not None else torch.zeros(p.out_features) for p in parts]
-    bias = torch.cat([_pad(b.detach().float(), out) for b in biases])
-    address = self.keep(_pad(bias, WIDE)) if any(p.bias is not None for p in parts) else None
-    self.coded = True
-    return Matrix(self.copy(coded_panels(q, bits, d, m, half)), address, *q.shape, bits, zero, int(half))
+    self.coded, bias = True, self.biases(parts, out)
+    return Matrix(self.copy(coded_panels(q, bits, d, m, half)), bias, *q.shape, bits, zero, int(half))
 
 # %% ../../kernels/06_lean_model.ipynb #14d07107
 @patch
@@ -198,11 +206,8 @@ def matrix(self:Laid,
     "A weight for the C++, or for oneDNN"
     if (made := self.codes(parts, out)): return made
     weight = F.pad(torch.cat([_pad(p.weight.detach(), out) for p in parts]), (0, -parts[0].in_features % in_))
-    biases = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts]
-    bias = None if all(p.bias is None for p in parts) else torch.cat([_pad(b, out) for b in biases])
-    if self.onednn: self.products.append(Product(weight, bias)); return Matrix()
-    address = None if bias is None else self.keep(_pad(bias.float(), WIDE))
-    return Matrix(self.copy(panels(weight)), address, *weight.shape)
+    if self.onednn: self.products.append(Product(weight, _bias(parts, out, weight.dtype))); return Matrix()
+    return Matrix(self.copy(panels(weight)), self.biases(parts, out), *weight.shape)
 
 @patch
 def layer(self:Laid, l:Any, asked:AttnLayer, pool:Struct)->Struct:
