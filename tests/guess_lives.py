@@ -11,7 +11,6 @@ import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
 from cbatch.draft_model import DraftModel
-from cbatch.kernels import cpu, lean
 from cbatch.model import tiny_lm
 from cbatch.params import cdiv
 from cbatch.policies import Dynamic, Fair, Static
@@ -25,16 +24,6 @@ ARCHS = 'llama', 'qwen3', 'mistral'
 EVERY = *KINDS, 'draft'
 NUM_ASKS = 80
 V = 258
-
-@contextmanager
-def in_cpp():
-    "Model and sampler in C++, which tests leave aside otherwise; None if there is no compiler"
-    def forget():
-        for n in (cpu.ATTENTION, lean.STEP, FAST): n.__dict__.pop('lib', None)
-    with patch.dict('os.environ', CBATCH_NATIVE='1'):
-        forget()
-        try: yield cpu.ready(cpu.ATTENTION)
-        finally: forget()
 
 @functools.cache
 def model(arch):

@@ -3,10 +3,12 @@
 INVARIANTS.md says what A1, S3 and the others are."""
 import functools, random
 from collections import Counter
+from contextlib import contextmanager
 from unittest.mock import patch
 import numpy as np, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Status
+from cbatch.kernels import cpu, lean
 from cbatch.params import cdiv
 from cbatch.model import tiny_lm
 from cbatch.policies import Dynamic, Static
@@ -18,6 +20,16 @@ from cbatch.token_loop import compare_tokens, generate_ref
 LONGEST = 30
 WISHES = (dict(temperature=0.), dict(temperature=1., seed=11), dict(temperature=.7, top_k=20, seed=5),
           dict(temperature=1.3, top_p=.8, seed=-3))
+
+@contextmanager
+def in_cpp(*more):
+    "Attention and lean model in C++, and `more` of it, which tests leave aside otherwise; None if there is no compiler"
+    def forget():
+        for n in (cpu.ATTENTION, lean.STEP, *more): n.__dict__.pop('lib', None)
+    with patch.dict('os.environ', CBATCH_NATIVE='1'):
+        forget()
+        try: yield cpu.ready(cpu.ATTENTION)
+        finally: forget()
 
 @functools.cache
 def llama():

@@ -4,21 +4,18 @@ from dataclasses import replace
 import pytest, torch
 from cbatch import LLM
 from cbatch.kernels import cpu, lean
-from cbatch.kernels.lean import Laid, LeanModel, misfit
+from cbatch.kernels.lean import Laid, misfit
 from cbatch.model import tiny_lm
 from cbatch.quant import Codes, CodedLinear, coded, codes_of, quantise, swap, unpack
 from ask import sp
-from harness import quiet
+from harness import in_cpp, quiet
 
 @pytest.fixture(autouse=True)
-def native(monkeypatch):
+def native():
     "With C++"
-    def forget():
-        for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
-    monkeypatch.setenv('CBATCH_NATIVE', '1'); forget()
-    if not cpu.ready(lean.STEP): pytest.skip('no C++ compiler')
-    yield
-    forget()
+    with in_cpp():
+        if not cpu.ready(lean.STEP): pytest.skip('no C++ compiler')
+        yield
 
 def wide(arch='llama', seed=0, dtype=torch.float32, **config):
     "A small model whose rows divide into groups of 32"

@@ -15,17 +15,13 @@ from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, from_codes, 
 from cbatch.ragged_batch import pack, wanted
 from cbatch.runner import Executor
 from cbatch.token_loop import generate_ref
-from harness import quiet
+from harness import in_cpp, quiet
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
 @pytest.fixture(autouse=True)
-def native(monkeypatch):
+def native():
     "These tests want C++, whatever the others do"
-    def forget():
-        for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
-    monkeypatch.setenv('CBATCH_NATIVE', '1'); forget()
-    yield
-    forget()
+    with in_cpp(): yield
 
 def sp(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 

@@ -9,20 +9,21 @@ from cbatch.guesses import Guess, Guesser
 from cbatch.params import cdiv
 from cbatch.ragged_batch import Wanted, wanted
 from cbatch.runner import Sampler
+from cbatch.sampler import FAST
 from cbatch.sampling import SamplerState, distribution
 from cbatch.token_loop import generate_ref
 from ask import sp
 from guess_faults import FAULTS
-from guess_lives import ARCHS, EVERY, Life, asked, in_cpp, model
+from guess_lives import ARCHS, EVERY, Life, asked, model
 from guess_twins import twins
 from guessers import KINDS, Oracle, Wrong
-from harness import follows, quiet
+from harness import follows, in_cpp, quiet
 from toy import Crowd, alone
 from world import run_world
 
 @pytest.fixture(scope='module', autouse=True)
 def cpp():
-    with in_cpp() as there:
+    with in_cpp(FAST) as there:
         if not there: pytest.skip('no C++ compiler')
         yield
 

@@ -10,17 +10,13 @@ from cbatch.paged_attention import AttnMeta, KVShape, TorchBackend, from_codes, 
 from cbatch.params import EngineConfig, ParamError
 from cbatch.ragged_batch import pack
 from cbatch.runner import Executor, host_blocks, kv_shape, pool_blocks
-from harness import quiet, run_schedule
+from harness import in_cpp, quiet, run_schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='no C++ compiler')
 @pytest.fixture(autouse=True)
-def native(monkeypatch):
-    def forget():
-        for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
-    monkeypatch.setenv('CBATCH_NATIVE', '1'); forget()
-    yield
-    forget()
+def native():
+    with in_cpp(): yield
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 PROMPTS = [list(range(40, 75)), [9] * 15, list(range(20, 37)), list(range(40, 70)) + [1, 2]]

@@ -6,14 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np, pytest, torch
 from cbatch import LLM
 from cbatch.core import Plan, Scheduled, StepOutput
-from cbatch.kernels import cpu, lean
 from cbatch.metrics import EngineCounters
 from cbatch.prefix_caching import block_hash, root
 from cbatch.runner import Executor, Pending, Sampler
 from cbatch.token_loop import generate_ref
 from cbatch.trace import record
 from ask import sp
-from harness import follows, quiet
+from harness import follows, in_cpp, quiet
 from toy import Crowd
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33]]
@@ -25,18 +24,14 @@ ROOMY = dict(torch=dict(block_size=4, num_blocks=40), cpu=dict(block_size=16, nu
 SHORT = dict(torch=dict(block_size=4, num_blocks=11), cpu=dict(block_size=16, num_blocks=4))   # for three that join
 
 @pytest.fixture(params=['torch', 'cpu'])
-def backend(request, monkeypatch):
+def backend(request):
     "Attention in torch, and in C++ with the lean model"
     if request.param == 'torch':
         yield 'torch'
         return
-    def forget():
-        for n in (cpu.ATTENTION, lean.STEP): n.__dict__.pop('lib', None)
-    monkeypatch.setenv('CBATCH_NATIVE', '1')
-    forget()
-    if not cpu.ready(cpu.ATTENTION): pytest.skip('no C++ compiler')
-    yield 'cpu'
-    forget()
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        yield 'cpu'
 
 # --- a step that computes guesses
 

@@ -3,8 +3,9 @@ import pytest, torch
 from cbatch import LLM, SamplingParams
 from cbatch.core import Why
 from cbatch.loading import load_model
+from cbatch.sampler import FAST
 from cbatch.token_loop import compare_tokens
-from guess_lives import in_cpp
+from harness import in_cpp
 
 CHAT = ['What is 2+2?', 'Name three primary colours.', 'Who wrote Romeo and Juliet?',
         'Why is the sky blue? Answer in one sentence.', '한국의 수도는 어디입니까?', 'Translate "good morning" into French.',
@@ -92,7 +93,7 @@ def test_transformers_padded_batch_agrees(smollm2, asked):
 def test_guesses_change_nothing(smollm2, dtype):
     "32 prompts at temperatures 0, 0.7 and 1: tokens and log probabilities, to the last bit"
     wishes = [SamplingParams(temperature=t, seed=7, max_tokens=24, logprobs=1) for t in (0, .7, 1.)]
-    with in_cpp() as there:
+    with in_cpp(FAST) as there:
         if not there: pytest.skip('no C++ compiler')
         lm = smollm2 if dtype == 'float32' else load_model('smollm2', dtype, 'cpu')
         prompts, params = as_ids(lm.tokenizer) * 3, [w for w in wishes for _ in range(32)]
