@@ -2,7 +2,7 @@
 import functools, signal
 from collections import Counter
 import pytest
-import cbatch.core, cbatch.engine, cbatch.model, cbatch.params, cbatch.runner
+import cbatch.core, cbatch.engine, cbatch.params, cbatch.runner, cbatch.twin
 from cbatch.engine import Engine
 from cbatch.interrupts import Held
 from cbatch.llm import LLM
@@ -88,7 +88,7 @@ def a_plan_that_broke_off_is_not_undone(put): put(Engine, '_void', lambda self, 
 
 @fault('ambient')
 def modes_are_not_seen(put):
-    for name in ('_inference', '_autocast', '_modes'): put(cbatch.model, name, lambda: False)
+    for name in ('_inference', '_autocast', '_modes'): put(cbatch.twin, name, lambda: False)
 
 @fault('numpy')
 def numbers_are_kept_as_they_come(put):

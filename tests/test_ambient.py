@@ -9,7 +9,9 @@ from transformers.utils import logging as hf_logging
 from cbatch import LLM, SamplingParams
 from cbatch.core import SCORED
 from cbatch.loading import load_model
-from cbatch.model import CannotServe, at_rest, probe, small_config, tiny_lm
+from cbatch.model import small_config, tiny_lm
+from cbatch.probe import CannotServe, probe
+from cbatch.twin import at_rest
 from cbatch.params import EngineConfig
 from cbatch.policies import Dynamic, Static
 from cbatch.runner import Executor, step_bytes

