@@ -40,27 +40,40 @@ CODED_CPP = Matrix.cpp + r"""
 #include <arm_neon.h>
 #endif
 constexpr int WIDE = 48, GROUP = 32;                          // columns of a panel, numbers that share a scale
-typedef int32_t I __attribute__((vector_size(4 * L), aligned(4), may_alias));
 
+// the largest lane, the sum of lanes, the lowest bytes of lanes
+#if defined(__AVX512F__) && LANES == 16
+inline word most_of(U x) { return _mm512_reduce_max_epu32((__m512i)x); }
+inline int32_t sum_of(I x) { return _mm512_reduce_add_epi32((__m512i)x); }
+inline void bytes_of(I x, int8_t* to) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
+#else
+inline word most_of(U x) { word m = 0; for (int l = 0; l < L; l++) m = std::max<word>(m, x[l]); return m; }
+inline int32_t sum_of(I x) { int32_t s = 0; for (int l = 0; l < L; l++) s += x[l]; return s; }
+inline void bytes_of(I x, int8_t* to) { for (int l = 0; l < L; l++) to[l] = (int8_t)x[l]; }
+#endif
+"""
+
+
+# %% ../../kernels/04_coded_product.ipynb #ef5f30c4
+CODED_CPP += r"""
 struct Rows { int8_t* codes; float* scales; int32_t* sums; }; // of x [tokens, inputs], a scale and a sum for each group
 
-template <typename T> void one_group(const T* x, const Rows& r, int64_t i) {
-    float v[GROUP], most = 0, bad = 0;
-    V top = {}, odd = {}; I sum = {};
-    for (int j = 0; j < GROUP; j += L) {
-        const V y = load(x + i * GROUP + j);
-        store(v + j, y); top = larger(y < 0 ? -y : y, top); odd += y * 0.f;
+template <typename T> inline void one_group(const T* x, const Rows& r, int64_t i) {
+    V v[GROUP / L]; U top = {}; I sum = {};
+    for (int j = 0; j < GROUP / L; j++) {
+        v[j] = load(x + i * GROUP + j * L);
+        const U size = (U)v[j] & 0x7fffffff;
+        top = size > top ? size : top;
     }
-    for (int l = 0; l < L; l++) { most = std::max(most, top[l]); bad += odd[l]; }
+    const word bits = most_of(top); const bool bad = bits >= 0x7f800000;   // infinity, NaN
+    float most; std::memcpy(&most, &bits, 4);
     const float up = most > 0 ? 127 / most : 0;
-    for (int j = 0; j < GROUP; j += L) {
-        const I c = (I)(load(v + j) * up + 12582912.f) - 0x4b400000;    // to the nearest: the bits of a large float
-        sum += bad == 0 ? c : I{};
-        for (int l = 0; l < L; l++) r.codes[i * GROUP + j + l] = (int8_t)c[l];
+    for (int j = 0; j < GROUP / L; j++) {
+        const I c = (I)(v[j] * up + 12582912.f) - 0x4b400000; // to the nearest: the bits of a large float
+        sum += c; bytes_of(c, r.codes + i * GROUP + j * L);
     }
-    r.scales[i] = bad == 0 ? most / 127 : NAN;
-    r.sums[i] = 0;
-    for (int l = 0; l < L; l++) r.sums[i] += sum[l];
+    r.scales[i] = bad ? NAN : most / 127;
+    r.sums[i] = bad ? 0 : sum_of(sum);
 }
 
 template <typename T> void quantise(const T* x, int64_t tokens, int64_t n, const Rows& r) {
@@ -68,6 +81,7 @@ template <typename T> void quantise(const T* x, int64_t tokens, int64_t n, const
     for (int64_t i = 0; i < tokens * (n / GROUP); i++) one_group(x, r, i);
 }
 """
+
 
 # %% ../../kernels/04_coded_product.ipynb #5830ff44
 CODED_CPP += r"""
@@ -109,9 +123,13 @@ inline V scale_at(const word* p, int64_t i, bool half) {
 
 # %% ../../kernels/04_coded_product.ipynb #e883e667
 CODED_CPP += r"""
+constexpr int64_t group_words(int64_t bits, bool zero, bool half) {
+    return WIDE * bits + WIDE * (zero ? 1 : 2) / (half ? 2 : 1);
+}
+
 // the sums of a group, in their scales, onto the totals
 template <int R, int C, bool ZERO, bool HALF>
-inline void add_group(const Matrix& m, const Rows& x, int64_t i, int64_t groups, const word* s, int from,
+inline void add_group(const Rows& x, int64_t i, int64_t groups, const word* s, int from,
                       const I (&acc)[R][C], V (&total)[R][C]) {
     V d[C], o[C];
     for (int c = 0; c < C; c++) {
@@ -119,44 +137,48 @@ inline void add_group(const Matrix& m, const Rows& x, int64_t i, int64_t groups,
         if (!ZERO) o[c] = scale_at(s, WIDE + from + c * L, HALF);
     }
     for (int r = 0; r < R; r++) {
-        const float scale = x.scales[i + r * groups];
-        const int32_t sum = x.sums[i + r * groups];
+        const V scale = splat(x.scales[i + r * groups]), more = scale * floats(I{} + x.sums[i + r * groups]);
         for (int c = 0; c < C; c++) {
-            const I whole = ZERO ? acc[r][c] - sum * (int32_t)m.zero : acc[r][c];
-            total[r][c] += __builtin_convertvector(whole, V) * (d[c] * scale);
-            if (!ZERO) total[r][c] += o[c] * (scale * sum);
+            total[r][c] += floats(acc[r][c]) * (d[c] * scale);
+            if (!ZERO) total[r][c] += o[c] * more;
         }
     }
 }
 """
 
+
 # %% ../../kernels/04_coded_product.ipynb #03c95e77
 CODED_CPP += r"""
+struct Ahead { const word* from; int64_t step; };             // what to ask memory for, meanwhile: words for each group
+
 // R rows, from t on, through panel p: sums [R, WIDE]
 template <int R, int BITS, bool ZERO, bool HALF>
-void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, float* out) {
+void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, const Ahead& ahead, float* out) {
     constexpr int C = 3;
-    constexpr int64_t SIZE = WIDE * BITS + WIDE * (ZERO ? 1 : 2) / (HALF ? 2 : 1);   // words of a group
+    constexpr int64_t SIZE = group_words(BITS, ZERO, HALF);
     const int64_t groups = m.inputs / GROUP;
     for (int from = 0; from < WIDE; from += C * L) {
         V total[R][C] = {};
         const word* w = m.panels + p * groups * SIZE + from;
         for (int64_t g = 0; g < groups; g++, w += SIZE) {
-            I acc[R][C] = {};
+            for (int64_t i = 0; i < ahead.step; i += 16) __builtin_prefetch(ahead.from + g * ahead.step + i, 0, 2);
+            I acc[R][C];
+            for (int r = 0; r < R; r++) for (int c = 0; c < C; c++)
+                acc[r][c] = ZERO ? I{} - x.sums[(t + r) * groups + g] * (int32_t)m.zero : I{};
             for (int k = 0; k < GROUP / 4; k += 2) {
                 U a[C], b[C];
                 for (int c = 0; c < C; c++) {
                     const word* at = w + (BITS == 4 ? k / 2 : k) * WIDE + c * L;
-                    __builtin_prefetch(at + 4096, 0, 2);
                     a[c] = BITS == 4 ? *(const U*)at & 0x0f0f0f0f : *(const U*)at;
                     b[c] = BITS == 4 ? *(const U*)at >> 4 & 0x0f0f0f0f : *(const U*)(at + WIDE);
                 }
-                for (int r = 0; r < R; r++) {
-                    int32_t q[2]; std::memcpy(q, x.codes + (t + r) * m.inputs + g * GROUP + k * 4, 8);
-                    for (int c = 0; c < C; c++) acc[r][c] = dot<BITS>(dot<BITS>(acc[r][c], a[c], q[0]), b[c], q[1]);
+                for (int r = 0; r < R; r++) {                 // two words, each from memory into all lanes at once
+                    const int32_t* q = (const int32_t*)(x.codes + (t + r) * m.inputs + g * GROUP) + k;
+                    for (int c = 0; c < C; c++) acc[r][c] = dot<BITS>(acc[r][c], a[c], q[0]);
+                    for (int c = 0; c < C; c++) acc[r][c] = dot<BITS>(acc[r][c], b[c], q[1]);
                 }
             }
-            add_group<R, C, ZERO, HALF>(m, x, t * groups + g, groups, w + WIDE * BITS - from, from, acc, total);
+            add_group<R, C, ZERO, HALF>(x, t * groups + g, groups, w + WIDE * BITS - from, from, acc, total);
         }
         for (int c = 0; c < C; c++) for (int r = 0; r < R; r++) {
             const V bias = m.bias ? load(m.bias + p * WIDE + from + c * L) : V{};
@@ -166,31 +188,37 @@ void through_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, float* 
 }
 """
 
+
 # %% ../../kernels/04_coded_product.ipynb #9079b168
 CODED_CPP += r"""
 constexpr int FEW = L == 16 ? 4 : 2;                          // rows whose sums and totals fit the registers
 
-template <int R, int BITS> void panel_of_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, float* out) {
-    if (m.zero < 0 && m.half) through_codes<R, BITS, false, true>(m, x, t, p, out);
-    else if (m.zero < 0) through_codes<R, BITS, false, false>(m, x, t, p, out);
-    else if (m.half) through_codes<R, BITS, true, true>(m, x, t, p, out);
-    else through_codes<R, BITS, true, false>(m, x, t, p, out);
+template <int R, int BITS>
+void panel_of_codes(const Matrix& m, const Rows& x, int64_t t, int64_t p, const Ahead& a, float* out) {
+    if (m.zero < 0 && m.half) through_codes<R, BITS, false, true>(m, x, t, p, a, out);
+    else if (m.zero < 0) through_codes<R, BITS, false, false>(m, x, t, p, a, out);
+    else if (m.half) through_codes<R, BITS, true, true>(m, x, t, p, a, out);
+    else through_codes<R, BITS, true, false>(m, x, t, p, a, out);
 }
 
 // save(row, column, lanes) for all rows in codes times a matrix in codes
 template <typename S> void product_codes(const Matrix& m, const Rows& x, int64_t tokens, int64_t threads, S save) {
     const int64_t panels = (m.outputs + WIDE - 1) / WIDE, blocks = (tokens + FEW - 1) / FEW;
-    const int64_t parts = std::max<int64_t>(1, std::min(blocks, 4 * threads / panels));
+    const int64_t parts = std::max<int64_t>(1, std::min(blocks, 4 * threads / panels)), groups = m.inputs / GROUP;
+    const int64_t words = group_words(m.bits, m.zero >= 0, m.half), size = words * groups;
     #pragma omp for schedule(static) collapse(2)
     for (int64_t p = 0; p < panels; p++) for (int64_t part = 0; part < parts; part++)
         for (int64_t b = blocks * part / parts; b < blocks * (part + 1) / parts; b++) {
-            const int64_t t = tokens * b / blocks, end = tokens * (b + 1) / blocks;
+            const int64_t t = tokens * b / blocks, end = tokens * (b + 1) / blocks, next = std::min(p + 1, panels - 1);
+            const Ahead ahead{m.panels + next * size + size * b / blocks, (words + blocks - 1) / blocks};
             float out[FEW * WIDE];
             known<FEW>(end - t, [&](auto R) {
-                if (m.bits == 4) panel_of_codes<R, 4>(m, x, t, p, out); else panel_of_codes<R, 8>(m, x, t, p, out);
+                if (m.bits == 4) panel_of_codes<R, 4>(m, x, t, p, ahead, out);
+                else panel_of_codes<R, 8>(m, x, t, p, ahead, out);
             });
             for (int64_t r = t; r < end; r++) for (int64_t c = 0; c < WIDE && p * WIDE + c < m.outputs; c += L)
                 save(r, p * WIDE + c, load(out + (r - t) * WIDE + c));
         }
 }
 """
+
