@@ -66,6 +66,7 @@ class LLM(Engine):
             dtype, device = (model.dtype if dtype == 'auto' else dtype), (model.device if device == 'auto' else device)
         takes = None if runner or cfg.dtype == 'float32' else partial(takes_codes, config=cfg)
         super().__init__(load_model(model, dtype, device, tokenizer, cfg.load_format, cfg.weights, takes), cfg, runner)
+        if self.trace and not runner: self.trace.block_bytes = cfg.block_size * kv_shape(self.model, cfg).token_bytes
 
     @property
     def hf_model(self)->PreTrainedModel:

@@ -364,6 +364,19 @@ def test_auto_keeps_what_is_multiplied_as_it_lies(tmp_path, monkeypatch):
         for config in UNPACKED: assert not is_kept(file, **config), config
         for kind in 'Q6_K', 'Q5_0': assert not is_kept(gguf_file(tmp_path/f'{kind}.gguf', kind)), kind
 
+@needs_smol
+def test_smollm2_is_kept_unless_you_say_otherwise(kept, tmp_path, monkeypatch):
+    "The float model is never there, nothing is converted, and the answers are those of weights='kept'"
+    monkeypatch.setattr('cbatch.loading.cache_dir', lambda: tmp_path/'cache')
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        with Floats() as seen: llm = LLM('smollm2', num_blocks=20)
+        assert is_coded(llm.model) and '4-bit codes, 96.6 MB' in repr(llm)
+        assert seen.most <= 1 << 22 and not (tmp_path/'cache').exists()
+        ask, wish = 'The capital of France is', sp(12, logprobs=1)
+        a, b = (m.generate(ask, wish, use_tqdm=False)[0].outputs[0] for m in (llm, LLM(kept, num_blocks=20)))
+        assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) and ' Paris' in a.text
+
 @pytest.mark.parametrize('arch,name,kept', [('llama', 'ct 4, channels', True), ('llama', 'awq', False),
                                             ('gemma2', 'ct 4, channels', False)])
 def test_auto_looks_at_groups_and_shape(arch, name, kept, tmp_path):
