@@ -343,6 +343,7 @@ def is_kept(source, **config):
         floats = load_model(str(source), dtype, weights='unpacked')
         ours, theirs = (m.hf_model.state_dict() for m in (llm.model, floats))
         assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[n]) for n, x in ours.items())
+        assert llm.model.path == floats.path
 
 UNPACKED = [dict(dtype='float32'), dict(weights='unpacked'), dict(lean=False), dict(products='onednn'),
             dict(backend='torch'), dict(compile=True)]
