@@ -6,22 +6,39 @@
 __all__ = ['model_facts', 'step_work', 'rates', 'roofline', 'roofline_line']
 
 # %% ../nbs/64_ceiling.ipynb #a06dc102
-import time
+import math, time
+from collections.abc import Iterator
 from typing import Any, Callable
 from .core import StepRecord
 
 # %% ../nbs/64_ceiling.ipynb #9d43a843
+def _matrices(model:Any)->Iterator[tuple[str, Any]]:
+    "Body or head, and a matrix of it, as floats or codes; not the embedding, in which a step only looks up"
+    hf = model.hf_model
+    ends = hf.get_output_embeddings(), hf.get_input_embeddings()
+    own = [m.codes if hasattr(m, 'codes') else m.weight for m in ends]
+    yield 'head', own[0]
+    floats = (p for p in hf.parameters() if p.dim() > 1 and not any(p is w for w in own))
+    codes = (m.codes for m in hf.modules() if hasattr(m, 'codes') and m not in ends)
+    for x in (*floats, *codes): yield 'body', x
+
 def model_facts(
-    model:Any, # a CausalLM
+    model:Any,            # a CausalLM
+    kv_dtype:str='auto',  # of the engine's KV
 )->dict[str, int]:
     "What a step's cost depends on: weights, bytes and operations per token"
-    hf = model.hf_model
-    emb, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
-    body = sum(p.numel() for p in hf.parameters() if p.dim() > 1 and p is not emb and p is not head)
-    return dict(body=body, head=head.numel(), vocab=model.vocab_size, itemsize=model.dtype.itemsize,
-                kv_bytes=model.kv_bytes_per_token, attention=sum(4 * l.num_heads * l.head_dim for l in model.layers),
-                weight_bytes=sum(p.numel() * p.element_size() for p in hf.parameters()))
+    from cbatch.params import EngineConfig
+    from cbatch.quant import weight_bytes
+    from cbatch.runner import kv_shape
+    facts = dict.fromkeys(('body', 'body_bytes', 'head', 'head_bytes'), 0)
+    for where, x in _matrices(model):
+        facts[where] += math.prod(x.shape)
+        facts[f'{where}_bytes'] += x.nbytes
+    return dict(facts, vocab=model.vocab_size, itemsize=model.dtype.itemsize, weight_bytes=weight_bytes(model),
+                kv_bytes=kv_shape(model, EngineConfig(kv_dtype=kv_dtype)).token_bytes,
+                attention=sum(4 * l.num_heads * l.head_dim for l in model.layers))
 
+# %% ../nbs/64_ceiling.ipynb #b9fd7a12
 def step_work(
     rec:StepRecord,
     f:dict[str, int],  # from `model_facts`
@@ -30,8 +47,8 @@ def step_work(
     tokens, rows = sum(n for _,n,_,_ in rec.scheduled), sum(s for *_,s in rec.scheduled)
     context = sum(k + n for _,n,k,_ in rec.scheduled)
     pairs = sum(n * k + n * (n + 1) // 2 for _,n,k,_ in rec.scheduled)
-    weights = f['body'] + f['head'] * (rows > 0)
-    moved = (weights + rows * f['vocab']) * f['itemsize'] + (context + tokens) * f['kv_bytes']
+    weights = f['body_bytes'] + f['head_bytes'] * (rows > 0)
+    moved = weights + rows * f['vocab'] * f['itemsize'] + (context + tokens) * f['kv_bytes']
     return moved, 2 * tokens * f['body'] + 2 * rows * f['head'] + f['attention'] * pairs
 
 # %% ../nbs/64_ceiling.ipynb #30d9f82d

@@ -151,7 +151,7 @@ def serve_command(
     api_key:str|None=None,      # clients must send it as Authorization: Bearer KEY; better: the variable CBATCH_API_KEY
     served_model_name:str|None=None, # what clients call the model; by default its last name
     dtype:str='auto',                # float32, bfloat16, float16
-    weights:str='auto',              # of a file of codes: kept as they are, or unpacked; auto: unpacked
+    weights:str='auto',              # of a file of codes: kept as they are, or unpacked; auto: kept where that is fast
     policy:str='fair',               # who may join the batch, and when; fair shares it among users or addresses
     max_num_seqs:int=32,             # slots of the batch
     max_num_batched_tokens:int=2048, # tokens a step computes at most

@@ -101,7 +101,10 @@ def _said(cost:Cost|None, model:'CausalLM|None', config:dict[str, Any], cpu_cloc
     sizes, here = ', '.join(f'{k}={v}' for k, v in config.items() if v is not None) or 'default sizes', machine()
     on = f"{here['gpu'] or here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']}"
     clock = '; s are CPU seconds of the process' * cpu_clock
-    if model is not None: return f"run on {on}: {model.name}, {str(model.dtype)[6:]}; {sizes}{clock}"
+    if model is not None:
+        from cbatch.quant import codes_said
+        way = ', '.join(filter(None, (model.name, codes_said(model), str(model.dtype)[6:])))
+        return f"run on {on}: {way}; {sizes}{clock}"
     cost = cost or measured_cost()
     if cost.source is None: return f"simulated, by a cost that is stated and not measured ({cost!r}); {sizes}"
     whose = 'a machine like this one' if of_this_kind(cost) else 'ANOTHER machine than this one'

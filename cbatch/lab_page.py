@@ -169,7 +169,7 @@ def part(
 )->Trace:
     "Some steps of a trace, as a trace"
     recs = trace[first:stop]
-    out = Trace(**trace.facts, maxlen=max(1, len(recs)))
+    out = Trace(**trace.facts, maxlen=max(1, len(recs)), block_bytes=trace.block_bytes)
     if recs and recs[0].step != trace.records[0].step: out.live = trace.state(recs[0].step - 1)
     for r in recs: out.append(r)
     return out

@@ -307,7 +307,7 @@ class EngineConfig:
     guess_when:str = 'pays'           # pays: as far as it saves time, by what was measured so far; always
     force_preempt:Any = None          # for teaching and tests: every k steps, or {request_id: step}
     load_format:str = 'auto'          # dummy: random weights, only the configuration is read
-    weights:str = 'auto'              # of a model in codes: kept as its file has them, unpacked; auto: unpacked
+    weights:str = 'auto'              # of a file of codes: kept as they are, unpacked; auto: kept where that is fast
     trace:bool|int = True             # keep step records: True for the last 10,000, a number for that many
     seed:int = 0                      # for requests that bring no seed
     check:bool = False                # run every invariant after every step (slow)

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['GGUF_KINDS', 'Codes', 'pack4', 'gguf_codes', 'awq_codes', 'gptq_codes', 'packed_codes', 'codes_of', 'Coded',
-           'CodedLinear', 'CodedEmbedding', 'swap', 'coded', 'quantise', 'is_coded', 'weight_bytes', 'unpack']
+           'CodedLinear', 'CodedEmbedding', 'swap', 'coded', 'quantise', 'is_coded', 'codes_said', 'weight_bytes',
+           'unpack']
 
 # %% ../nbs/06_quant.ipynb #9c1c7a87
 import torch
 import torch.nn.functional as F
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fastcore.basics import patch
@@ -151,9 +153,9 @@ def gptq_codes(
     less:int=1,           # what was taken from each z; 0 in its second version
 )->Codes:
     "A matrix as GPTQ has it"
-    q = _unpack(qweight.T, bits)
+    q, ones = _unpack(qweight.T, bits), 0x11111111 if bits == 4 else 0x01010101
     _in_order(g_idx, q.shape[1], len(scales))
-    return _grouped(q, scales.T, (_unpack(qzeros, bits).T.to(torch.int16) + less).contiguous(), bits)
+    return _grouped(q, scales.T, _unpack(qzeros + less * ones, bits).T.contiguous(), bits)     # carries are meant
 
 # %% ../nbs/06_quant.ipynb #150e02f7
 def packed_codes(
@@ -287,6 +289,13 @@ def quantise(
 
 # %% ../nbs/06_quant.ipynb #c10999b5
 def is_coded(model:CausalLM)->bool: return any(isinstance(m, Coded) for m in model.hf_model.modules())
+
+def codes_said(model:CausalLM)->str:
+    "In words: of how many bits most codes are, and what all weights take; empty for a model in floats"
+    sizes = Counter[int]()
+    for m in model.hf_model.modules():
+        if isinstance(m, CodedLinear): sizes[m.codes.bits] += m.in_features * m.out_features
+    return f'{max(sizes, key=lambda b: sizes[b])}-bit codes, {weight_bytes(model) / 1e6:,.1f} MB' if sizes else ''
 
 def weight_bytes(model:CausalLM)->int:
     "Bytes of all weights, one that is shared counted once"

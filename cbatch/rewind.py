@@ -269,7 +269,7 @@ def renamed(
     names:dict[str, str],  # id -> the new one; others keep theirs
 )->Trace:
     "The same trace with other request ids"
-    res = Trace(**trace.facts, maxlen=max(1, len(trace)))
+    res = Trace(**trace.facts, maxlen=max(1, len(trace)), block_bytes=trace.block_bytes)
     for rec in trace: res.append(_renamed(rec, lambda r: names.get(r, r)))
     return res
 

@@ -29,6 +29,7 @@ class Trace:
         policy:str='vllm',           # its name
         maxlen:int=10_000,           # records kept
         keyframe_every:int=256,      # steps from one stored state to the next
+        block_bytes:int|None=None,   # of a KV block over all layers, if that is known
     ):
         self.facts:dict[str, Any] = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                           block_size=block_size, num_blocks=num_blocks, policy=str(policy))
@@ -38,6 +39,7 @@ class Trace:
         self.came:list[tuple[str, int, float]] = []     # arrived since the last step
         self.left:list[tuple[str, str]] = []            # taken out since
         self.prompts:dict[str, str] = {}                # request_id -> text, if it was loaded with them
+        self.block_bytes = block_bytes
 
     def __bool__(self)->bool: return True  # an empty trace listens too
     def __len__(self)->int: return min(sum(len(rs) for _,rs in self.segments), self.maxlen)
@@ -252,7 +254,8 @@ def to_jsonl(self:Trace,
     prompts:dict[str, str]|None=None,  # request_id -> text, to keep with it
 ):
     "Write the kept steps, one JSON object a line"
-    header = header_line(self.facts, self.before(0) if self.segments else self.live, prompts or {})
+    state = self.before(0) if self.segments else self.live
+    header = header_line(self.facts, state, prompts or {}, self.block_bytes)
     with written(path) as f:
         for line in (header, *map(record_line, self.records)): f.write(line + '\n')
 
@@ -277,8 +280,8 @@ def load(cls:Trace,
                     _follow(trace, rec := read_record(line, version))
                     trace.append(rec)
                 else:
-                    version, facts, before, prompts = read_header(line)
-                    trace = cls(**facts, maxlen=10**9)
+                    version, facts, before, prompts, size = read_header(line)
+                    trace = cls(**facts, maxlen=10**9, block_bytes=size)
                     trace.live, trace.prompts = before, prompts
                 trace.live.check(trace.facts['max_num_seqs'])
         if trace is None: raise ValueError("the file is empty")

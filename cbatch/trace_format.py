@@ -34,14 +34,15 @@ def written(
         if half is not home: half.unlink(missing_ok=True)
 
 # %% ../nbs/36_trace_format.ipynb #b11224c9
-VERSION = 3
+VERSION = 4
 _whole, _secs, _str, _text = {int}, {int, float}, {str}, {str, type(None)}
 
 _state = dict(num_blocks=_whole, requests={str: (_whole, _secs)}, slots={str: _whole}, computed={str: _whole},
               blocks={str: [_whole]}, ending=[_str], num_finished=_whole)
 
 _facts = dict(max_num_seqs=_whole, max_num_batched_tokens=_whole, block_size=_whole, num_blocks=_whole, policy=_str)
-_header = dict(cbatch_trace=_whole, **_facts, state=_state, prompts={str: _str})
+_old_header = dict(cbatch_trace=_whole, **_facts, state=_state, prompts={str: _str})   # up to version 3
+_header = _old_header | dict(block_bytes={int, type(None)})
 _decided = _text, _str, _str, {int, float, type(None)}, {int, str, type(None)}
 
 _record = dict(step=_whole, start=_secs, end=_secs, scheduled=[(_str, _whole, _whole, _whole)],
@@ -51,7 +52,7 @@ _record = dict(step=_whole, start=_secs, end=_secs, scheduled=[(_str, _whole, _w
 
 _second = {k: v for k, v in _record.items() if k != 'guessed'}
 _first = {k: v for k, v in _second.items() if k != 'paused'} | dict(decisions=[(_text, _str)])   # in English
-_versions = {1: _first, 2: _second, VERSION: _record}
+_versions = {1: _first, 2: _second, 3: _record, VERSION: _record}
 
 def _fit(x:Any, shape:Any, at:str)->Any:
     "`x` from JSON, if it has the shape: a set of types, [each], (one, by, one), {str: each} or dict(name=...)"
@@ -76,9 +77,10 @@ def header_line(
     facts:dict[str, Any],      # the engine's: slots, budget, block size, blocks, policy
     state:State,               # before the first step of the file
     prompts:dict[str, str],    # request_id -> text, to keep with it
+    block_bytes:int|None=None, # of a KV block, if that is known
 )->str:                        # without its end
     "What a file of steps begins with"
-    header = dict(cbatch_trace=VERSION, **facts, state=vars(state), prompts=prompts)
+    header = dict(cbatch_trace=VERSION, **facts, block_bytes=block_bytes, state=vars(state), prompts=prompts)
     return json.dumps(header, allow_nan=False, default=plain)
 
 def _decision(request_id:str|None, kind:str, why:str, n:float|None, of:str|int|None)->Decision:
@@ -113,6 +115,7 @@ class Header(NamedTuple):
     facts:dict[str, Any]         # the engine's
     state:State                  # before the first step
     prompts:dict[str, str]       # request_id -> text
+    block_bytes:int|None         # of a KV block, if that is known
 
 def _json(line:str)->Any:
     "What a line says, if it is JSON"
@@ -121,10 +124,12 @@ def _json(line:str)->Any:
 
 def read_header(line:str)->Header:
     "The first line of a file of steps; `ValueError` if it is none"
-    d = _fit(_json(line), _header, 'header')
+    d = _json(line)
+    old = isinstance(d, dict) and d.get('cbatch_trace') in (1, 2, 3)
+    d = _fit(d, _old_header if old else _header, 'header')
     version = d['cbatch_trace']
     if version not in _versions: raise ValueError(f"version {version}, this is {VERSION}")
-    return Header(version, {k: d[k] for k in _facts}, State(**d['state']), d['prompts'])
+    return Header(version, {k: d[k] for k in _facts}, State(**d['state']), d['prompts'], d.get('block_bytes'))
 
 def read_record(
     line:str,

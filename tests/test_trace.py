@@ -2,6 +2,7 @@
 import json, random
 from pathlib import Path
 import pytest
+from cbatch import LLM
 from cbatch.core import Kind, Request, StepOutput, Why
 from cbatch.params import EngineConfig, OutOfBlocks, SamplingParams
 from cbatch.kv_blocks import BlockManager
@@ -203,7 +204,7 @@ def test_bad_files_name_the_line(saved):
                 except ValueError as e: refused += 1; assert str(path) in str(e) and 'line' in str(e)
     assert refused > 200
     for text in ('', '[]', '{}', '\x00', '[' * 100_000, lines[1], lines[0] + '\n' + lines[0],
-                 lines[0].replace('"cbatch_trace": 3', '"cbatch_trace": 4')):
+                 lines[0].replace('"cbatch_trace": 4', '"cbatch_trace": 5')):
         path.write_text(text)
         with pytest.raises(ValueError, match='line 1|line 2'): Trace.load(path)
     path.write_bytes(b'\xff\xfe{}')
@@ -223,6 +224,29 @@ def test_guesses_that_fit_nothing_are_refused(tmp_path):
         (tmp_path/'t.jsonl').write_text('\n'.join([header, lines[0], bad]))
         with pytest.raises(ValueError, match='line 3: not a trace: record guessed'): Trace.load(tmp_path/'t.jsonl')
 
+@pytest.mark.parametrize('size', [None, 23_040])
+def test_a_block_has_bytes_where_they_are_known(tmp_path, size):
+    "Kept in the file from version 4 on; a third version has no place for them"
+    c = Crowd(num_blocks=14)
+    c.add(5, 4)
+    while c.live: c.step()
+    c.trace.block_bytes = size
+    c.trace.to_jsonl(tmp_path/'t.jsonl')
+    assert Trace.load(tmp_path/'t.jsonl').block_bytes == size
+    header, *lines = (tmp_path/'t.jsonl').read_text().splitlines()
+    old = json.loads(header) | dict(cbatch_trace=3)
+    for good in (False, True):
+        (tmp_path/'old.jsonl').write_text('\n'.join([json.dumps(old), *lines]))
+        if good: assert Trace.load(tmp_path/'old.jsonl').block_bytes is None
+        else:
+            with pytest.raises(ValueError, match='line 1'): Trace.load(tmp_path/'old.jsonl')
+        old.pop('block_bytes', None)
+
+def test_bytes_of_an_engines_blocks(tiny):
+    for kv_dtype, vector in dict(auto=4 * 16, int8=16 + 4).items():
+        with LLM(tiny, num_blocks=8, block_size=4, kv_dtype=kv_dtype) as llm:
+            assert llm.trace.block_bytes == 4 * 2 * 3 * 2 * vector      # tokens, K and V, layers, KV heads
+
 def test_a_file_of_the_second_version(tmp_path):
     "It knows no guesses: read as it is, and written again with a place for them"
     rng, c = random.Random(2), Crowd(num_blocks=14)
@@ -230,6 +254,7 @@ def test_a_file_of_the_second_version(tmp_path):
     c.trace.to_jsonl(tmp_path/'t.jsonl')
     header, *lines = map(json.loads, (tmp_path/'t.jsonl').read_text().splitlines())
     for d in lines: assert d.pop('guessed') == {}
+    assert header.pop('block_bytes') is None
     old = [json.dumps(d) for d in (header | dict(cbatch_trace=2), *lines)]
     (tmp_path/'old.jsonl').write_text('\n'.join(old))
     assert Trace.load(tmp_path/'old.jsonl').records == c.trace.records

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pytest
 from cbatch.llm import LLM
+from cbatch import LLM
 from cbatch.metrics import EngineCounters
 from cbatch.player import Player, frames, player_html, report_html, timeline_svg
 from cbatch.model import tiny_lm
@@ -148,6 +149,17 @@ def test_empty_and_large():
     while big.live: big.step()
     slot_timeline(big.trace); block_map(big.trace, 3); compare_timelines(big.trace, big.trace, by='step')
     assert len(player_html(big.trace)) < 500_000
+    plt.close('all')
+
+@pytest.mark.parametrize('kv_dtype,vector', [('auto', 4 * 16), ('int8', 16 + 4)])
+def test_blocks_say_what_they_take(tiny, kv_dtype, vector):
+    with LLM(tiny, num_blocks=8, block_size=4, kv_dtype=kv_dtype) as llm:
+        llm.generate([[1, 2, 3], [4, 5, 6, 7, 8]], sp(2), use_tqdm=False)
+        one, trace = 4 * 2 * 3 * 2 * vector / 1e3, llm.trace
+    assert kv_occupancy(trace).get_ylabel() == f'blocks of {one:.3g} kB'
+    assert block_map(trace, 0).get_title('left') == f'step 0: 5 of 8 blocks free, {3 * one:.3g} kB held'
+    trace.block_bytes = None
+    assert block_map(trace, 0).get_title('left') == 'step 0: 5 of 8 blocks free'
     plt.close('all')
 
 def test_time_starts_with_the_trace():
