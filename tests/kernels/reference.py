@@ -49,6 +49,12 @@ def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, 
     return Case(q, *caches.to(device), tables.to(device), i32(seq_lens),
                 i32([0, *query_lens]).cumsum(0, dtype=torch.int32), options)
 
+def sunk(c:Case, size=3.):
+    "The same case with sinks, some worth far more than the keys and some less"
+    heads = c.q.shape[1]
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(heads)) * size + 2
+    return replace(c, options=c.options | dict(sinks=sinks.to(c.q.device)))
+
 def coded(c:Case):
     "The same case with keys and values in codes; what no token owns has rubbish for codes and NaN for a scale"
     kept = [to_codes(x) for x in (c.k_cache, c.v_cache)]
@@ -56,7 +62,7 @@ def coded(c:Case):
     (k, k_scales), (v, v_scales) = kept
     return replace(c, k_cache=k, v_cache=v, options=c.options | dict(k_scales=k_scales, v_scales=v_scales))
 
-def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales=None):
+def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales=None, sinks=None):
     "[T, H, D] float64; zeros for who sees nothing"
     if k_scales is not None:
         c = replace(c, k_cache=from_codes(c.k_cache, k_scales), v_cache=from_codes(c.v_cache, v_scales))
@@ -73,7 +79,11 @@ def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales
             q = all_q[row].unflatten(0, (K, -1))                                                # [K, G, D]
             scores = torch.einsum('kgd,nkd->kgn', q, k) * scaling
             if softcap: scores = softcap * torch.tanh(scores / softcap)
-            out[row] = torch.einsum('kgn,nkd->kgd', scores.softmax(-1), v).flatten(0, 1)
+            weights = scores.softmax(-1)
+            if sinks is not None:                                # one more score, whose value is nothing
+                more = sinks.double().cpu().view(*scores.shape[:2], 1)
+                weights = torch.cat([scores, more], -1).softmax(-1)[..., :-1]
+            out[row] = torch.einsum('kgn,nkd->kgd', weights, v).flatten(0, 1)
     return out
 
 @contextmanager
@@ -90,12 +100,12 @@ def prefill(kernel, c:Case, **kw):
     with new_memory_is_nan():
         return kernel(c.q, c.k_cache, c.v_cache, c.block_tables, c.seq_lens, c.query_starts, **c.options | kw)
 
-def assert_right(out, c:Case):
+def assert_right(out, c:Case, atol=None):
     "Equal to the reference wherever a request's query is; padding is zero"
     want, T = expected(c, **c.options), int(c.query_starts[-1])
     assert not out[:T].isnan().any(), 'NaN: something was read that no token owns, or not written'
     err = (out.cpu().double() - want)[:T].abs().max().item() if T else 0
-    assert err <= ATOL[c.q.dtype], f'off by {err:.2g}'
+    assert err <= (atol or ATOL[c.q.dtype]), f'off by {err:.2g}'
     assert not out[T:].any(), 'padding is not zero'
 
 def kv_case(T, K, D, bs=16, dtype=torch.float32, blocks=None, seed=0, device='cpu'):
