@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_SPLITS', 'token_offsets', 'widen', 'softmax_step', 'num_splits', 'cap_scores', 'scale_and_cap', 'sink_start',
-           'arch', 'num_stages', 'has_dots', 'splits', 'check_attention', 'strides', 'paged_decode']
+           'arch', 'num_stages', 'splits', 'has_dots', 'check_attention', 'strides', 'paged_decode']
 
 # %% ../../kernels/01_paged_decode.ipynb #c05d25ff
 import math, torch, triton
@@ -144,13 +144,6 @@ def num_stages(n:int)->int:
     "Loads in flight: `n`, or 1 on capability 7.5, which cannot copy to shared memory in the background"
     return 1 if arch() == 75 else n
 
-def has_dots(
-    device:torch.device|str, # where the kernels run
-)->bool:
-    "Do Triton's dots become tensor-core instructions there? Where kernels are interpreted, a dot is as good as any"
-    if torch.device(device).type != 'cuda' or torch.version.hip is not None: return True
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
 def splits(asked:int|None, num_programs:int, device:torch.device, max_len:int, tile:int)->int:
     "The number of parts asked for, or the rule's"
     if asked is None:
@@ -158,6 +151,14 @@ def splits(asked:int|None, num_programs:int, device:torch.device, max_len:int, t
         return num_splits(num_programs, sms, max_len, tile)
     if 1 <= asked <= MAX_SPLITS: return asked
     raise ValueError(f"num_splits={asked}: 1 to {MAX_SPLITS}, or None for the rule's choice")
+
+# %% ../../kernels/01_paged_decode.ipynb #27cc7efe
+def has_dots(
+    device:torch.device|str, # where the kernels run
+)->bool:
+    "Do Triton's dots become tensor-core instructions there? Where kernels are interpreted, a dot is as good as any"
+    if torch.device(device).type != 'cuda' or torch.version.hip is not None: return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 # %% ../../kernels/01_paged_decode.ipynb #450705e3
 def check_attention(

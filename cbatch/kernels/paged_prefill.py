@@ -42,9 +42,8 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
         before = tl.load(seq_lens + r).to(tl.int32) - num_queries   # keys before the request's first query
         end = before + tl.minimum(i0 + BQ, num_queries)             # one more than the last key that this tile sees
         start = tl.maximum(before + i0 + 1 - WINDOW, 0) if WINDOW else 0
-        table = block_tables + tl.cast(r, tl.int64) * table_stride
+        table, acc = block_tables + tl.cast(r, tl.int64) * table_stride, tl.zeros([BM, BD], tl.float32)
         top, total = tl.full([BM], -float('inf'), tl.float32), tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, BD], tl.float32)
         if sinks is not None: top, total = sink_start(sinks, head, m < BQ * G)
         for k0 in range(start // TILE * TILE, end, TILE):
             pos = k0 + tl.arange(0, TILE); inside = (pos >= start) & (pos < end)

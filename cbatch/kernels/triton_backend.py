@@ -12,9 +12,11 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 from fastcore.basics import patch
+from .coded_matmul import coded_matmul
 from .kv_write import INTERPRETED, kv_write
 from .paged_decode import has_dots, paged_decode
 from .paged_prefill import paged_prefill
+from ..quant import DEVICE_PRODUCTS
 from ..paged_attention import AttnMeta, KVShape, PagedKV, attend_chunk, chunks_of
 
 # %% ../../kernels/08_triton_backend.ipynb #a19d7725
@@ -69,21 +71,31 @@ class TritonBackend(PagedKV):
         "Write the step's keys and values, [T, K, D], into their slots"
         kv_write(k, v, self.k[layer], self.v[layer], meta.slot_mapping, **self._scales(layer))
 
-    def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
-               window:int|None=None, softcap:float|None=None, sinks:torch.Tensor|None=None,
-               chunk:int|None=None)->torch.Tensor:
-        "Attention [T, H, D] of a packed step, whose keys and values are written already"
-        if chunk is not None: raise ValueError(f"chunk={chunk}: the kernels know no chunks, use backend='torch'")
-        s, k, v = meta.scratch, self.k[layer], self.v[layer]
-        out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
-        tables, lens = s['tables'], s['lens']
-        kw = self._scales(layer) | dict[str, Any](window=window, softcap=softcap, sinks=sinks)
-        if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **kw)
-        if len(tables) > n and self.dots:
-            paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **kw)
-        for rows, slots in s.get('prefill', ()):
-            out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap)
-        return out
+# %% ../../kernels/08_triton_backend.ipynb #d58121b3
+@patch
+def attend(self:TritonBackend,
+    layer:int,
+    q:torch.Tensor,                 # [T, H, D], packed queries; their keys and values are written already
+    meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
+    sinks:torch.Tensor|None=None,   # [H] float32: a score of each head that has no value
+    chunk:int|None=None,            # None: the kernels know no chunks
+)->torch.Tensor:                    # [T, H, D]
+    "Attention of a packed step over this backend's blocks"
+    if chunk is not None: raise ValueError(f"chunk={chunk}: the kernels see all keys or a window, use backend='torch'")
+    s, k, v = meta.scratch, self.k[layer], self.v[layer]
+    out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
+    tables, lens = s['tables'], s['lens']
+    kw = self._scales(layer) | dict[str, Any](window=window, softcap=softcap, sinks=sinks)
+    if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **kw)
+    if len(tables) > n and self.dots:
+        paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **kw)
+    more = {} if sinks is None else dict(sinks=sinks)
+    for rows, slots in s.get('prefill', ()):
+        out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap, **more)
+    return out
+
+# %% ../../kernels/08_triton_backend.ipynb #7df50e1c
+DEVICE_PRODUCTS['cuda'] = coded_matmul
 
 # %% ../../kernels/08_triton_backend.ipynb #d89773af
 _MMA = re.compile(r'mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32\s*'

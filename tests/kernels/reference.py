@@ -1,4 +1,4 @@
-"""Cases for the attention kernels, full of traps, and what they must give.
+"""Cases for the kernels, full of traps, and what they must give.
 That is attention in float64, written from the formula. The traps: blocks out of order; every cache slot that no token
 owns is NaN, the null block 0 among them; table entries beyond a request's end point far outside the cache; queries are
 a slice of a wider tensor; rows for nobody hold NaN; new memory is NaN until it is written."""
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 import torch
 from cbatch.paged_attention import from_codes, to_codes
+from cbatch.quant import Codes
 
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 # Outputs are averages of values of size 1, some up to 4.
@@ -158,3 +159,23 @@ def far_cache(c:Case, stride=2**30):
     far = lambda x: vast((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype).as_strided(x.shape,
         (stride, *x.stride()[1:])).copy_(x)
     return replace(c, k_cache=far(c.k_cache), v_cache=far(c.v_cache))
+
+KINDS = ('step', 'both', 'zeros', 'signed')    # what there is beside the codes
+
+def product_case(num_out, groups, bits, group, kind, rows=3, dtype=torch.float32, seed=0, device='cpu'):
+    "x [rows, in], a slice of what is NaN around it; codes; bias"
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 256, (num_out, groups, group * bits // 8), generator=g, dtype=torch.uint8)
+    d, m = torch.randn(2, num_out, groups, generator=g).half().to(device)
+    zeros = torch.randint(0, 16, d.shape, generator=g, dtype=torch.int16).to(device)
+    q = (q.view(torch.int8) if kind == 'signed' else q).to(device)
+    c = Codes(q, d, m if kind == 'both' else None, dict(zeros=zeros, step=8).get(kind, 0), bits)
+    x = torch.full((rows, groups * group + 16), math.nan, dtype=dtype, device=device)
+    x = x[:, 8:-8].copy_(torch.randn(rows, groups * group, generator=g))
+    return x, c, torch.randn(num_out, generator=g).to(device, dtype)
+
+def product_error(y, x, c, bias=None):
+    "The largest, as a share of the sum of the terms' sizes; NaN if there is one"
+    w, b = c.dequantise(x.dtype).double(), 0 if bias is None else bias.double()
+    size = x.double().abs() @ w.abs().T + (0 if bias is None else b.abs())
+    return ((y.double() - (x.double() @ w.T + b)).abs() / size).max().item()
