@@ -15,9 +15,9 @@ from cbatch import LLM, SamplingParams
 from cbatch.results import machine
 from cbatch.trace_format import written
 from cbatch.kernels.kv_write import kv_write
-from cbatch.kernels.paged_decode import paged_decode
+from cbatch.kernels.paged_decode import has_dots, paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
-from cbatch.kernels.triton_backend import DecodeGraphs, has_dots
+from cbatch.kernels.triton_backend import DecodeGraphs
 
 DEV = 'cpu' if DRY else 'cuda'
 DTYPES = [torch.float32] if DRY else [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available()

@@ -7,8 +7,9 @@ A row is bad, and the exit status 1, if the kernel
 - does not compile, or needs more shared memory than the GPU has;
 - spills: keeps in slow memory what did not fit into its registers;
 - has a dot that is not computed by tensor cores;
-- loads keys or values in pieces of less than 16 bytes, the widest there are; where a tile has less than that for each
-  thread, in more than one piece a thread; of codes 8 bytes, as many numbers: they lie as what becomes of them.
+- loads keys, values or weights in pieces of less than 16 bytes, the widest there are; where a tile has less than that
+  for each thread, in more than one piece a thread; of keys' and values' codes 8 bytes, as many numbers: they lie as
+  what becomes of them.
 Each compile runs in a process of its own that may die: an error inside LLVM ends it."""
 import argparse, collections, json, os, re, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +25,16 @@ SM_SMEM = dict(sm_75=65536, sm_80=167936, sm_86=102400, sm_89=102400, sm_90=2334
                gfx942=65536)
 SM_THREADS = dict(sm_75=1024, sm_80=2048, sm_86=1536, sm_89=1536, sm_90=2048, sm_100=2048, sm_120=1536, gfx942=2048)
 SM_REGS = dict.fromkeys(SMEM, 65536) | dict(gfx942=131072)
+TYPES = dict(fp16='float16', bf16='bfloat16', fp32='float32')
 SHAPES = [(64, 3, 3), (64, 4, 8), (64, 8, 1), (64, 1, 8), (80, 1, 32), (96, 1, 32), (96, 3, 8),
           # head_dim, group, kv heads
           (128, 1, 8), (128, 4, 8), (128, 8, 4), (256, 1, 16), (256, 8, 1)]
 QUICK = [(64, 3, 3), (80, 1, 32), (128, 4, 8), (256, 8, 1)]
 QUICK_TARGETS = ['sm_75', 'sm_80', 'sm_90', 'gfx942']
 CODED = [(64, 3), (80, 1), (128, 4), (256, 8)] # head_dim, group
+SINKS = (64, 8)
+WEIGHTS = [(4, 32, 'offsets'), (4, 32, 8), (4, 128, 'zeros'), (8, 32, 0), (8, 16, 32), (8, 128, 'zeros')]
+           # bits, group, how codes count
 EXTRAS = dict(window=4096, softcap=50.)
 
 def jobs(quick=False, turing=False):
@@ -47,12 +52,27 @@ def jobs(quick=False, turing=False):
                 if plain:
                     yield from (dict(job, kernel='paged_decode', dot=False, coded=c) for c in coded)
                     if (D, G) == (128, 4): yield dict(job, kernel='paged_decode', dot=False, **EXTRAS)
+                    if (D, G) == SINKS: yield dict(job, kernel='paged_decode', dot=False, sinks=True)
                     continue
                 yield from (dict(job, kernel='paged_decode', dot=True, coded=c) for c in coded)
                 yield from (dict(job, kernel='paged_prefill', coded=c) for c in coded)
                 if (D, G) in ((128, 4), (256, 8)) and (not quick or target == 'sm_80'):
                     yield dict(job, kernel='paged_decode', dot=True, **EXTRAS)
                     yield dict(job, kernel='paged_prefill', **EXTRAS)
+                if (D, G) == SINKS:
+                    yield from (dict(job, kernel='paged_decode', dot=True, sinks=True, coded=c) for c in (False, True))
+                    yield from (dict(job, kernel='paged_prefill', sinks=True, coded=c) for c in (False, True))
+        if not turing: yield from products(target, quick)
+
+def products(target, quick=False):
+    "Products by kept weights: dots of 16 bits but on Turing, sums of one row and of four, and floats for more rows"
+    types = ['fp16'] if target == 'sm_75' else ['fp16', 'bf16']
+    for dtype in types[-1:] if quick else [*types, 'fp32']:
+        dot = target != 'sm_75' and dtype != 'fp32'
+        for bits, group, count in WEIGHTS[:1] if quick else WEIGHTS[::5] if dtype == 'fp32' else WEIGHTS:
+            job = dict(target=target, dtype=dtype, kernel='coded_matmul', bits=bits, group=group, count=count, dot=dot,
+                       turing=False)
+            yield from (dict(job, rows=n) for n in ([16] if dot else [1, 4]) + [17] * (dtype != 'fp32'))
 
 # --- in the compiling process
 
@@ -79,7 +99,7 @@ def launches(job):
         self.device_caches.clear()                             # they remember the last GPU
         return lambda *args, **kw: got.append((self, self.warmup(*args, grid=grid, **kw)))
     old, KernelInterface.__getitem__ = KernelInterface.__getitem__, launch
-    try: call(job, getattr(torch, dict(fp16='float16', bf16='bfloat16')[job['dtype']]))
+    try: call(job, getattr(torch, TYPES[job['dtype']]))
     finally: KernelInterface.__getitem__ = old
     return got
 
@@ -89,6 +109,7 @@ def call(job, dtype):
     from cbatch.kernels.kv_write import kv_write
     from cbatch.kernels.paged_decode import paged_decode
     from cbatch.kernels.paged_prefill import paged_prefill
+    if job['kernel'] == 'coded_matmul': return call_product(job, dtype)
     D, G, K, R = job['head_dim'], job['group'], job['kv_heads'], 7
     q, cache = torch.empty(R, G * K, D, dtype=dtype), torch.empty(3, 16, K, D, dtype=dtype)
     tables, lens = torch.ones(R, 64, dtype=torch.int32), torch.ones(R, dtype=torch.int32)
@@ -98,20 +119,32 @@ def call(job, dtype):
         cache, scale = cache.to(torch.int8), torch.empty(3, 16, K)
         scales = dict(k_scales=scale, v_scales=scale)
         extra |= scales
+    if job.get('sinks'): extra |= dict(sinks=torch.empty(G * K))
     if job['kernel'] == 'kv_write': kv_write(q[:, :K], q[:, :K], cache, cache, lens, **scales)
     elif job['kernel'] == 'paged_decode':
         paged_decode(q, cache, cache, tables, lens, D**-.5, num_splits=8, dot=job['dot'], **extra)
     else: paged_prefill(q, cache, cache, tables, lens, torch.arange(R + 1, dtype=torch.int32), D**-.5, **extra)
 
-KV = re.compile(r'tl\.load\((k_cache|v_cache|k|v) \+')                # where the sources load keys and values
+def call_product(job, dtype):
+    "Multiply by a matrix of codes"
+    import torch
+    from cbatch.kernels.coded_matmul import coded_matmul
+    from cbatch.quant import Codes
+    bits, group, count, (num_out, num_in) = job['bits'], job['group'], job['count'], (64, 1024)
+    q = torch.zeros(num_out, num_in // group, group * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    d, z = torch.empty(q.shape[:2], dtype=torch.float16), torch.zeros(q.shape[:2], dtype=torch.uint8)
+    m, z = (d, 0) if count == 'offsets' else (None, z if count == 'zeros' else count)
+    coded_matmul(torch.empty(job['rows'], num_in, dtype=dtype), Codes(q, d, m, z, bits),
+                 torch.empty(num_out, dtype=dtype), dot=job['dot'], num_splits=1)
+
+LOADS = re.compile(r'tl\.load\((k_cache|v_cache|k|v|codes) \+')        # where the sources load keys, values, weights
 WIDTH = dict(dword=4, ushort=2, short=2, ubyte=1, sbyte=1)
 
 def kv_loads(fn, asm, hip):
-    "Bytes of each instruction that loads keys or values from global memory, by the source lines noted beside them"
-    lines, start = fn.raw_src, fn.starting_line_number
-    at = {start + i for i, l in enumerate(lines) if KV.search(l)}
-    name = Path(fn.fn.__code__.co_filename).name
-    files = re.findall(r'^\s*\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"(?:[^"]*/)?%s"' % re.escape(name), asm, re.M)
+    "Bytes of each instruction that loads keys, values or weights, by the source lines noted beside them"
+    path = Path(fn.fn.__code__.co_filename)
+    at = {i for i, l in enumerate(path.read_text().splitlines(), 1) if LOADS.search(l)}
+    files = re.findall(r'^\s*\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"(?:[^"]*/)?%s"' % re.escape(path.name), asm, re.M)
     here, last, widths = False, None, collections.Counter()
     for l in asm.splitlines():
         if m := re.match(r'\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)', l):
@@ -155,7 +188,7 @@ def row(job, fn, k):
     name, threads = fn.__name__.strip('_'), k.metadata.num_warps * (64 if hip else 32)
     consts = {fn.arg_names[i[0]]: v for i, v in k.src.constants.items()}
     widths = kv_loads(fn, asm, hip)
-    has_dot = re.search(r'\btl\.dot\(', fn.src) is not None and consts.get('DOT', True)
+    has_dot = consts.get('DOT', 'tl.dot(' in fn.src)
     resident = min(SM_REGS[target] // (-(-facts['regs'] // 8) * 8 * threads), SM_THREADS[target] // threads,
                    SM_SMEM[target] // max(k.metadata.shared, 1024))
     bad = []
@@ -166,13 +199,16 @@ def row(job, fn, k):
     if name != 'reduce':
         # bytes of a tile that each thread loads
         size = 1 if job.get('coded') and name != 'kv_write' else 2
-        need = size * min(8, consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)
-        if not widths: bad.append('no load of keys found')
-        elif min(widths) < need: bad.append(f"loads keys or values {min(widths)} bytes at a time, could {need}")
+        if 'bits' in job: need = min(16, consts['BN'] * consts['BB'] // threads)
+        else: need = size * min(8, consts['BK' if name == 'kv_write' else 'TILE'] * consts['BD'] // threads)
+        what = 'weights' if 'bits' in job else 'keys or values'
+        if not widths: bad.append(f'no load of {what} found')
+        elif min(widths) < need: bad.append(f"loads {what} {min(widths)} bytes at a time, could {need}")
     variant = [{True: 'dot', False: 'dot-free'}.get(consts.get('DOT')), 'window and soft cap' if consts.get('WINDOW')
-               else None, 'codes' if job.get('coded') else None]
-    return dict(kernel=name, variant=', '.join(filter(None, variant)), dtype=job['dtype'], head_dim=job['head_dim'],
-                group=job['group'], target=target,
+               else None, 'sinks' if job.get('sinks') else None, 'codes' if job.get('coded') else None,
+               f"{job['bits']} bits" if 'bits' in job else None]
+    return dict(kernel=name, variant=', '.join(filter(None, variant)), dtype=job['dtype'],
+                head_dim=job.get('head_dim'), group=job['group'], target=target,
                 warps=k.metadata.num_warps, **facts, smem=k.metadata.shared, load_bytes=min(widths, default=None),
                 resident=resident,
                 ok=not bad, why='; '.join(bad))
@@ -195,7 +231,7 @@ def worker():
 
 def failed(job, why):
     return dict(kernel=job['kernel'], variant=dict({True: 'dot', False: 'dot-free'}).get(job.get('dot'), ''),
-                dtype=job['dtype'], head_dim=job['head_dim'],
+                dtype=job['dtype'], head_dim=job.get('head_dim'),
                 group=job['group'], target=job['target'], ok=False, why=why)
 
 def compile_all(todo, report, cache):
@@ -260,7 +296,7 @@ def main():
         with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(o.workers) as pool:
             parts = pool.map(lambda i: compile_all(todo[i::o.workers], report, cache), range(o.workers))
             return sorted(sum(parts, []), key=lambda r: (r['kernel'], r['variant'], list(SMEM).index(r['target']),
-                                                         r['dtype'], r['head_dim'], r['group']))
+                                                         r['dtype'], r['head_dim'] or 0, r['group']))
     rows, turing = run(jobs(o.quick)), []
     table(rows)
     if has_turing():
@@ -273,14 +309,14 @@ def main():
     sys.exit(bad > 0)
 
 def record(path, version, rows, turing, quick):
-    "Put a Triton version into the file: the newest at the top, the others below `versions`"
+    "Put a Triton version into the file: the last that ran at the top, the others below `versions`"
     old = json.loads(path.read_text()) if path.exists() else {}
     entries = {e['triton']: {k: v for k, v in e.items() if k != 'versions'}
                for e in [*old.get('versions', {}).values(), old] if e}
     entries[version] = dict(triton=version, command=f"python tools/aot.py{' --quick' * quick} --json {path}",
                             rows=rows, turing=turing)
-    by_age = sorted(entries, key=lambda v: [int(x) for x in re.findall(r'\d+', v)[:3]])
-    whole = entries[by_age[-1]] | dict(versions={v: entries[v] for v in by_age[:-1]})
+    others = sorted(entries.keys() - {version}, key=lambda v: [int(x) for x in re.findall(r'\d+', v)[:3]])
+    whole = entries[version] | dict(versions={v: entries[v] for v in others})
     path.write_text(json.dumps(whole).replace('}, {', '},\n {') + '\n')   # a line for each kernel
 
 if __name__ == '__main__': main()

@@ -8,8 +8,8 @@ __all__ = ['paged_prefill']
 # %% ../../kernels/02_paged_prefill.ipynb #39f929f5
 import torch, triton
 import triton.language as tl
-from .paged_decode import (cap_scores, check_attention, num_stages, scale_and_cap, softmax_step, strides,
-                                         token_offsets)
+from .paged_decode import (arch, cap_scores, check_attention, num_stages, scale_and_cap, sink_start,
+                                         softmax_step, strides, token_offsets)
 
 # %% ../../kernels/02_paged_prefill.ipynb #bca35e77
 @triton.jit
@@ -24,8 +24,8 @@ def _request_of(tile, query_starts, num_requests, BQ: tl.constexpr):
 
 # %% ../../kernels/02_paged_prefill.ipynb #f64a857c
 @triton.jit(do_not_specialize=['table_stride', 'num_requests'])
-def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, scale,
-                   num_requests, q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride,
+def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, sinks,
+                   scale, num_requests, q_stride_r, q_stride_h, block_stride, slot_stride, head_stride, table_stride,
                    out_stride_r, out_stride_h, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr,
                    BM: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -42,9 +42,9 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
         before = tl.load(seq_lens + r).to(tl.int32) - num_queries   # keys before the request's first query
         end = before + tl.minimum(i0 + BQ, num_queries)             # one more than the last key that this tile sees
         start = tl.maximum(before + i0 + 1 - WINDOW, 0) if WINDOW else 0
-        table = block_tables + tl.cast(r, tl.int64) * table_stride
+        table, acc = block_tables + tl.cast(r, tl.int64) * table_stride, tl.zeros([BM, BD], tl.float32)
         top, total = tl.full([BM], -float('inf'), tl.float32), tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, BD], tl.float32)
+        if sinks is not None: top, total = sink_start(sinks, head, m < BQ * G)
         for k0 in range(start // TILE * TILE, end, TILE):
             pos = k0 + tl.arange(0, TILE); inside = (pos >= start) & (pos < end)
             at = kv_head * head_stride + token_offsets(table, pos, inside, block_stride, slot_stride, BS)
@@ -65,10 +65,11 @@ def _paged_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, ou
         tl.store(to, acc.to(out.dtype.element_ty), mask=rows & cols)
 
 # %% ../../kernels/02_paged_prefill.ipynb #ee4e8658
-def _config(G:int, BD:int)->tuple[int, int, int, int]:
+def _config(G:int, BD:int, coded:bool=False)->tuple[int, int, int, int]:
     "Rows (queries x heads of a group) and keys of a tile, warps, stages"
-    rows = max(64, triton.next_power_of_2(G))
-    return (rows, 32, 4, 2) if BD <= 128 else (rows, 16, 8, 2)
+    rows, stages = max(64, triton.next_power_of_2(G)), 1 if coded else 2
+    if BD > 128: return rows, 16, 8, stages
+    return rows, 16 if coded and BD == 128 and arch() == 100 else 32, 4, stages
 
 # %% ../../kernels/02_paged_prefill.ipynb #67a4e17b
 def paged_prefill(
@@ -84,19 +85,20 @@ def paged_prefill(
     out:torch.Tensor|None=None,# [T, H, D], last axis contiguous; rows for nobody are left as they are
     k_scales:torch.Tensor|None=None, # [B, block_size, K] float32, where the caches are codes, int8
     v_scales:torch.Tensor|None=None, # likewise
+    sinks:torch.Tensor|None=None,    # [H] float32: a score of each head that has no value
 )->torch.Tensor:               # [T, H, D]; rows for nobody are zeros if `out` is made here
     "Causal attention of any number of queries per request over paged keys and values"
     if out is None: out = q.new_zeros(q.shape)
-    check_attention(q, k_cache, v_cache, block_tables, seq_lens, out, window, (k_scales, v_scales))
+    check_attention(q, k_cache, v_cache, block_tables, seq_lens, out, window, (k_scales, v_scales), sinks)
     (T, H, D), (_, bs, K, _), R = q.shape, k_cache.shape, len(seq_lens)
     if query_starts.shape != (R + 1,):
         raise ValueError(f"query_starts {tuple(query_starts.shape)} must be [{R + 1}] for {R} requests")
     if not (T and R): return out
     G, BD = H // K, triton.next_power_of_2(D)
-    BM, tile, warps, stages = _config(G, BD)
+    BM, tile, warps, stages = _config(G, BD, k_scales is not None)
     _paged_prefill[(T // (BM // G) + R, K)](
-        q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, num_requests=R,
-        **scale_and_cap(scaling, softcap), **strides(q, k_cache, block_tables, out),
+        q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, k_scales, v_scales, sinks,
+        num_requests=R, **scale_and_cap(scaling, softcap), **strides(q, k_cache, block_tables, out),
         G=G, D=D, BS=bs, BQ=BM // G, BM=BM, BD=BD, TILE=tile, WINDOW=window,
-        num_warps=warps, num_stages=num_stages(1 if k_scales is not None else stages))
+        num_warps=warps, num_stages=num_stages(stages))
     return out

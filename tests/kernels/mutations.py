@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 import interp
-from reference import assert_right, coded, decode, far_cache, kv_case, kv_codes_right, kv_right, make, prefill, vast
+from reference import (assert_right, coded, decode, far_cache, kv_case, kv_codes_right, kv_right, make,
+                       new_memory_is_nan, prefill, product_case, product_error, sunk, vast)
 from sanitizer import Fault, sanitized
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,8 +91,17 @@ m(d, 'splits that are not there count', "mask=s < num_splits, other=-float('inf'
 m(d, 'splits of another head', '(r * H + h) * num_splits + s', '(r * H + h) * BS + s')
 m(d, 'sum of weights forgotten', 'tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1., total)',
   'tl.sum(part * weight[:, None], 0)')
+m(d, 'every part has the sink', '(g < G) & (split == 0)', 'g < G')
+m(d, 'sinks of heads that are not there', '(g < G) & (split == 0)', 'split == 0')
+m(d, 'sinks not in powers of 2', "other=-float('inf')) * 1.4426950408889634", "other=-float('inf'))")
+m(d, 'the sum begins without the sink', 'tl.where(has, 1., 0.)', 'tl.where(has, 0., 0.)')
+m(d, 'who has no sink begins at 0', "tl.load(sinks + head, mask=has, other=-float('inf'))",
+  'tl.load(sinks + head, mask=has, other=0.)')
+m(d, 'sinks of the first heads', 'total = sink_start(sinks, head,', 'total = sink_start(sinks, g,')
 
 p = 'paged_prefill'
+m(p, 'sinks of the first heads', 'sink_start(sinks, head,', 'sink_start(sinks, m % G,')
+m(p, 'no sinks', 'sink_start(sinks, head, m < BQ * G)', 'sink_start(sinks, head, m < 0)')
 m(p, 'scales of other keys', 'tl.load(k_scales + at // D', 'tl.load(k_scales + at // BD')
 m(p, 'keys without their scales', 'scores *= tl.load(k_scales', 'scores += 0 * tl.load(k_scales')
 m(p, "values with the keys' scales", 'tl.load(v_scales + at // D', 'tl.load(k_scales + at // D')
@@ -123,6 +133,48 @@ m(p, 'values wider than the head', 'v_cache + at[:, None] + d[None, :], mask=ins
   'v_cache + at[:, None] + d[None, :], mask=inside[:, None]')
 m(p, 'no sum', 'acc = acc / tl.where(total == 0, 1., total)[:, None]', 'acc = acc')
 m(p, 'the last tile is all', 'value, acc)', 'value)')
+
+c = 'coded_matmul'
+m(c, 'codes not masked', 'mask=here[:, None] & (b < row_bytes)[None, :], other=0)', 'mask=here[:, None], other=0)')
+m(c, 'codes of outputs that are not there', 'mask=here[:, None] & (b < row_bytes)[None, :], other=0)',
+  'mask=(b < row_bytes)[None, :], other=0)')
+m(c, 'rows of another length', 'codes + o[:, None] * row_bytes', 'codes + o[:, None] * (row_bytes - 1)')
+m(c, 'steps of other groups', '(pieces // (GB // PIECE))[None, :]', 'pieces[None, :]')
+m(c, "the first group's steps for all", '(pieces // (GB // PIECE))[None, :]', '(pieces * 0)[None, :]')
+m(c, "steps of another row", 'at = o[:, None] * (row_bytes // GB)', 'at = o[:, None] * (row_bytes // PIECE)')
+m(c, 'a step too many', 'pieces * PIECE < row_bytes', 'pieces * PIECE <= row_bytes')
+m(c, 'steps of outputs that are not there', 'inside = here[:, None] & (pieces', 'inside = (pieces')
+m(c, 'halves exchanged', 'code & 15 if BITS == 4 else code', 'code >> 4 if BITS == 4 else code')
+m(c, 'lower halves not masked', 'code & 15 if BITS == 4 else code', 'code')
+m(c, 'upper halves not shifted', 'code >> 4, step', 'code, step')
+m(c, 'zeros forgotten', '// step.shape[1]) - zero) * step', '// step.shape[1])) * step')
+m(c, 'offsets forgotten', 'if offset is not None: w += offset', 'if offset is not None: w += 0 * offset')
+m(c, 'steps for offsets', 'tl.load(m + at', 'tl.load(d + at')
+m(c, 'halves of the wrong distance', 'tl.load(at + GB, mask', 'tl.load(at + PIECE, mask')
+m(c, 'groups without their upper halves', 'b // GB * (2 * GB) + b % GB', 'b // GB * GB + b % GB')
+m(c, 'neighbours for halves', 'b // GB * (2 * GB) + b % GB', '2 * b')
+m(c, 'inputs beyond the row', 'inside = rows[:, None] & (t * BB + tl.arange(0, BB) < row_bytes)[None, :]',
+  'inside = rows[:, None]')
+m(c, "rows that are not there", 'inside = rows[:, None] & (t * BB', 'inside = (t * BB')
+m(c, 'rows taken for packed', 'x + r[:, None] * x_stride', 'x + r[:, None] * (row_bytes * 8 // BITS)')
+m(c, 'the last tile is all (dot)', 'tl.dot(x, tl.trans(w), acc)', 'tl.dot(x, tl.trans(w))')
+m(c, 'the last tile is all (sums)', 'else: acc += tl.sum', 'else: acc = tl.sum')
+m(c, 'parts too short', 'per = tl.cdiv(tiles, tl.num_programs(2))', 'per = tiles // tl.num_programs(2)')
+m(c, 'parts overlap', 'range(split * per, tl', 'range(split * per - (split > 0), tl')
+m(c, 'parts run past the last tile', 'tl.minimum(split * per + per, tiles)', 'split * per + per',
+  'all of such a tile is masked, only time is lost')
+m(c, 'all parts write one place', '(split * num_rows + r[:, None]) * num_out', 'r[:, None] * num_out')
+m(c, 'a bias in each part', 'here & (split == 0)', 'here')
+m(c, 'biases of outputs that are not there', 'here & (split == 0)', 'split == 0')
+m(c, 'outputs that are not there', 'mask=rows[:, None] & here[None, :])', 'mask=rows[:, None])')
+m(c, 'rows that are not there, written', 'mask=rows[:, None] & here[None, :])', 'mask=here[None, :])')
+m(c, 'the first rows for all', 'tl.program_id(1) * BM + tl.arange(0, BM)', 'tl.program_id(1) * 0 + tl.arange(0, BM)')
+m(c, 'a tile of outputs too few', 'n = _sizes(c, BB), triton.cdiv(num_out, BN)', 'n = _sizes(c, BB), num_out // BN')
+m(c, 'rows of 32 bits', 'tl.arange(0, BM)).to(tl.int64)', 'tl.arange(0, BM))')
+m(c, 'floats: upper halves where the lower are', 'tl.store(to + GB, high', 'tl.store(to, high')
+m(c, 'floats beyond the row', 'here[:, None] & (t * BB + tl.arange(0, BB) < row_bytes)[None, :]', 'here[:, None]')
+m(c, 'floats: rows of another length', 'o[:, None] * (row_bytes * 8 // BITS)', 'o[:, None] * row_bytes')
+m(c, 'floats of outputs that are not there', 'inside = here[:, None] & (t * BB', 'inside = (t * BB')
 
 # --- the checks: small cases, quick ones first
 
@@ -173,6 +225,7 @@ def decode_checks(kernel):
         'three splits': (lambda: make([150, 0, 33], G=3), dict(num_splits=3)),
         'window': (lambda: make([150, 64], G=1, window=70), dict(num_splits=2)),
         'soft cap': (lambda: make([30], G=2, softcap=1.5), {}),
+        'sinks': (lambda: sunk(make([70, 5], G=3, K=2)), dict(num_splits=2)),
         'head_dim 80': (lambda: make([24], G=1, K=2, D=80, bs=8), {}),
         'heads first': (lambda: heads_first(make([20], K=2)), {}),
         'large group': (lambda: make([9], G=20), {}),
@@ -189,9 +242,35 @@ def prefill_checks(kernel):
         'codes': (lambda: coded(make([40, 5], [9, 2], G=3, K=2, D=80, bs=8)), {}),
         'window': (lambda: make([75], [70], window=33), {}),
         'head_dim 80': (lambda: make([24], [9], G=1, K=2, D=80, bs=8), {}),
-        'soft cap': (lambda: make([9], [9], softcap=1.5), {})})
+        'soft cap': (lambda: make([9], [9], softcap=1.5), {}),
+        'sinks': (lambda: sunk(make([40, 5], [9, 2], G=3, K=2)), {})})
     def far(): c = far_queries(make([3], [3], dtype=torch.float16)); assert_right(prefill(kernel, c), c)
     yield 'queries beyond 32 bits', far
+
+def product_checks(mod):
+    def check(*shape, rows=3, bias=True, **kw):
+        x, c, b = product_case(*shape, rows=rows)
+        b = b if bias else None
+        with sanitized(), new_memory_is_nan(): y = mod.coded_matmul(x, c, b, **kw)
+        err = product_error(y, x, c, b)
+        assert err <= 1e-6, f'off by {err:.2g} of the sum of sizes'
+    for dot in (True, False):
+        way = 'dot' if dot else 'sums'
+        yield f'4 bits ({way})', lambda dot=dot: check(35, 3, 4, 32, 'both', rows=5, dot=dot)
+        yield f'8 bits ({way})', lambda dot=dot: check(5, 3, 8, 32, 'zeros', dot=dot)
+        yield f'parts ({way})', lambda dot=dot: check(5, 11, 4, 32, 'step', dot=dot, num_splits=3)
+    yield 'groups of 96', lambda: check(5, 3, 4, 96, 'both', num_splits=2)
+    def far():
+        c = product_case(3, 1, 8, 32, 'signed')[1]
+        x = vast(2**31 + 64).as_strided((3, 32), (2**30, 1)).copy_(torch.randn(3, 32))
+        assert product_error(mod.coded_matmul(x, c), x, c) <= 1e-3, 'wrong rows'
+    yield 'rows beyond 32 bits', far
+    def all_floats():
+        for bits in (4, 8):
+            c = product_case(35, 3, bits, 32, 'both')[1]
+            with sanitized(), new_memory_is_nan(): same = torch.equal(mod.floats(c, torch.float32), c.dequantise())
+            assert same, 'wrong floats'
+    yield 'floats', all_floats
 
 def load(module, source, **others):
     """A module of its own from changed source.
@@ -213,6 +292,7 @@ def checks(module, source):
     "What must hold of a module with this source: its own kernel, and prefill, which uses parts of decode"
     mod = load(module, source)
     if module == 'kv_write': yield from kv_checks(mod.kv_write)
+    elif module == 'coded_matmul': yield from product_checks(mod)
     elif module == 'paged_prefill': yield from prefill_checks(mod.paged_prefill)
     else:
         yield from decode_checks(mod.paged_decode)

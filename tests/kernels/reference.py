@@ -1,4 +1,4 @@
-"""Cases for the attention kernels, full of traps, and what they must give.
+"""Cases for the kernels, full of traps, and what they must give.
 That is attention in float64, written from the formula. The traps: blocks out of order; every cache slot that no token
 owns is NaN, the null block 0 among them; table entries beyond a request's end point far outside the cache; queries are
 a slice of a wider tensor; rows for nobody hold NaN; new memory is NaN until it is written."""
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 import torch
 from cbatch.paged_attention import from_codes, to_codes
+from cbatch.quant import Codes
 
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 # Outputs are averages of values of size 1, some up to 4.
@@ -49,6 +50,12 @@ def make(seq_lens, query_lens=None, G=1, K=1, D=64, bs=16, dtype=torch.float32, 
     return Case(q, *caches.to(device), tables.to(device), i32(seq_lens),
                 i32([0, *query_lens]).cumsum(0, dtype=torch.int32), options)
 
+def sunk(c:Case, size=3.):
+    "The same case with sinks, some worth far more than the keys and some less"
+    heads = c.q.shape[1]
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(heads)) * size + 2
+    return replace(c, options=c.options | dict(sinks=sinks.to(c.q.device)))
+
 def coded(c:Case):
     "The same case with keys and values in codes; what no token owns has rubbish for codes and NaN for a scale"
     kept = [to_codes(x) for x in (c.k_cache, c.v_cache)]
@@ -56,7 +63,7 @@ def coded(c:Case):
     (k, k_scales), (v, v_scales) = kept
     return replace(c, k_cache=k, v_cache=v, options=c.options | dict(k_scales=k_scales, v_scales=v_scales))
 
-def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales=None):
+def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales=None, sinks=None):
     "[T, H, D] float64; zeros for who sees nothing"
     if k_scales is not None:
         c = replace(c, k_cache=from_codes(c.k_cache, k_scales), v_cache=from_codes(c.v_cache, v_scales))
@@ -73,7 +80,11 @@ def expected(c:Case, scaling, window=None, softcap=None, k_scales=None, v_scales
             q = all_q[row].unflatten(0, (K, -1))                                                # [K, G, D]
             scores = torch.einsum('kgd,nkd->kgn', q, k) * scaling
             if softcap: scores = softcap * torch.tanh(scores / softcap)
-            out[row] = torch.einsum('kgn,nkd->kgd', scores.softmax(-1), v).flatten(0, 1)
+            weights = scores.softmax(-1)
+            if sinks is not None:                                # one more score, whose value is nothing
+                more = sinks.double().cpu().view(*scores.shape[:2], 1)
+                weights = torch.cat([scores, more], -1).softmax(-1)[..., :-1]
+            out[row] = torch.einsum('kgn,nkd->kgd', weights, v).flatten(0, 1)
     return out
 
 @contextmanager
@@ -90,12 +101,12 @@ def prefill(kernel, c:Case, **kw):
     with new_memory_is_nan():
         return kernel(c.q, c.k_cache, c.v_cache, c.block_tables, c.seq_lens, c.query_starts, **c.options | kw)
 
-def assert_right(out, c:Case):
+def assert_right(out, c:Case, atol=None):
     "Equal to the reference wherever a request's query is; padding is zero"
     want, T = expected(c, **c.options), int(c.query_starts[-1])
     assert not out[:T].isnan().any(), 'NaN: something was read that no token owns, or not written'
     err = (out.cpu().double() - want)[:T].abs().max().item() if T else 0
-    assert err <= ATOL[c.q.dtype], f'off by {err:.2g}'
+    assert err <= (atol or ATOL[c.q.dtype]), f'off by {err:.2g}'
     assert not out[T:].any(), 'padding is not zero'
 
 def kv_case(T, K, D, bs=16, dtype=torch.float32, blocks=None, seed=0, device='cpu'):
@@ -148,3 +159,23 @@ def far_cache(c:Case, stride=2**30):
     far = lambda x: vast((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype).as_strided(x.shape,
         (stride, *x.stride()[1:])).copy_(x)
     return replace(c, k_cache=far(c.k_cache), v_cache=far(c.v_cache))
+
+KINDS = ('step', 'both', 'zeros', 'signed')    # what there is beside the codes
+
+def product_case(num_out, groups, bits, group, kind, rows=3, dtype=torch.float32, seed=0, device='cpu'):
+    "x [rows, in], a slice of what is NaN around it; codes; bias"
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 256, (num_out, groups, group * bits // 8), generator=g, dtype=torch.uint8)
+    d, m = torch.randn(2, num_out, groups, generator=g).half().to(device)
+    zeros = torch.randint(0, 16, d.shape, generator=g, dtype=torch.int16).to(device)
+    q = (q.view(torch.int8) if kind == 'signed' else q).to(device)
+    c = Codes(q, d, m if kind == 'both' else None, dict(zeros=zeros, step=8).get(kind, 0), bits)
+    x = torch.full((rows, groups * group + 16), math.nan, dtype=dtype, device=device)
+    x = x[:, 8:-8].copy_(torch.randn(rows, groups * group, generator=g))
+    return x, c, torch.randn(num_out, generator=g).to(device, dtype)
+
+def product_error(y, x, c, bias=None):
+    "The largest, as a share of the sum of the terms' sizes; NaN if there is one"
+    w, b = c.dequantise(x.dtype).double(), 0 if bias is None else bias.double()
+    size = x.double().abs() @ w.abs().T + (0 if bias is None else b.abs())
+    return ((y.double() - (x.double() @ w.T + b)).abs() / size).max().item()

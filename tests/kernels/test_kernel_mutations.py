@@ -12,6 +12,6 @@ def test_caught(i):
     assert found or harmless, 'no check objects'
     assert not (found and harmless), found
 
-@pytest.mark.parametrize('module', ['kv_write', 'paged_decode', 'paged_prefill'])
+@pytest.mark.parametrize('module', ['kv_write', 'paged_decode', 'paged_prefill', 'coded_matmul'])
 def test_no_mutation_no_objection(module):
     for _, check in mutations.checks(module, mutations.text(module)): check()

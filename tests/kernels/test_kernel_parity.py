@@ -9,7 +9,7 @@ from cbatch.kernels.kv_write import INTERPRETED, kv_write
 from cbatch.kernels.paged_decode import paged_decode
 from cbatch.kernels.paged_prefill import paged_prefill
 from reference import (DTYPES, assert_right, coded, decode, expected, far_cache, kv_case, kv_codes_right, kv_right,
-                       make, prefill, vast)
+                       make, prefill, sunk, vast)
 from sanitizer import sanitized
 
 DEVICE = 'cpu' if INTERPRETED else 'cuda'
@@ -88,6 +88,32 @@ def test_decode_splits(splits):
 @pytest.mark.parametrize('window', [1, 2, 16, 63, 64, 65, 1000])
 def test_decode_windows(window):
     decodes(make([129, 64, 1], G=3, window=window, device=DEVICE, dtype=DTYPES[TYPES[0]]), num_splits=2)
+
+SUNK = [dict(), dict(window=40), dict(softcap=2.), dict(window=17, softcap=1.), dict(G=20, K=1), dict(D=80, bs=8)]
+
+@pytest.mark.parametrize('kind', [lambda c: c, coded], ids=['floats', 'codes'])
+@pytest.mark.parametrize('kw', SUNK, ids=str)
+def test_sinks(kw, kind):
+    "In float32 within 2e-6; requests without keys get zeros, with a sink too"
+    atol, kw = 2e-6 if INTERPRETED else None, dict(G=3, K=2, device=DEVICE, dtype=DTYPES[TYPES[0]]) | kw
+    c = kind(sunk(make([129, 0, 16, 64], **kw)))
+    for n, dot in ((1, True), (2, False), (8, True)):
+        with checked(): assert_right(decode(paged_decode, c, num_splits=n, dot=dot), c, atol)
+    c = kind(sunk(make([70, 9, 0, 30], [40, 9, 0, 1], padding=2, **kw)))
+    with checked(): assert_right(prefill(paged_prefill, c), c, atol)
+
+def test_sinks_of_other_types(interpreter):
+    for dtype in (torch.float16, torch.bfloat16):
+        decodes(sunk(make([70, 16], G=3, dtype=dtype)), num_splits=2)
+        prefills(sunk(make([70, 16], [30, 16], G=3, dtype=dtype)))
+
+@pytest.mark.parametrize('wrong', [torch.zeros(2), torch.zeros(3).half(), torch.zeros(6)[::2]])
+def test_sinks_that_would_be_misread_are_refused(wrong):
+    c = make([5], [5], G=3, device=DEVICE, dtype=DTYPES[TYPES[0]])
+    with pytest.raises(ValueError, match=r'must be \[3\] of float32'):
+        prefill(paged_prefill, c, sinks=wrong.to(DEVICE))
+    with pytest.raises(ValueError, match=r'must be \[3\] of float32'):
+        decode(paged_decode, replace(c, q=c.q[:1]), sinks=wrong.to(DEVICE))
 
 @pytest.mark.parametrize('scaling, softcap', [(1., None), (1., 3.), (.01, 50.), (2., .5)])
 def test_decode_scales(scaling, softcap):
