@@ -3,20 +3,24 @@
 Writes bench/records/bits.json: SmolLM2's weights unpacked to bfloat16, kept in the codes of its file, and made 8 bits
 by rounding. Decode steps of 1 to 64 requests and the workload W64, in turns within one run; MB of weights, seconds to
 load and peak memory, each in a process of its own; and on text of this repository how far each is from the same file
-in float32: mean log probability, divergence, and how often the likeliest token is the same.
+in float32: mean log probability, divergence, and how often the likeliest token is the same. Where llama-cpp-python is
+installed, llama.cpp reads the same file beside the kept weights: one answer, 16 and 64 at once, in turns.
 On a machine with neighbours: --threads 1 --cpu, which counts CPU time. --quick: few steps and no record."""
 import argparse, json, random, subprocess, sys, time
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 import torch
 import torch.nn.functional as F
 from cbatch import LLM, SamplingParams
 from cbatch.core import Plan, Request, Scheduled
-from cbatch.loading import load_model
+from cbatch.loading import load_model, smollm2_gguf
+from cbatch.peers import run_llama_cpp
 from cbatch.quant import quantise, weight_bytes
 from cbatch.ragged_batch import pack
 from cbatch.results import write_record
-from cbatch.workloads import w64
+from cbatch.workloads import WorkItem, w64
 
 HERE = Path(__file__).resolve().parent
 OUT, WAYS = HERE/'records'/'bits.json', ('bfloat16', 'kept', '8 bits')
@@ -68,6 +72,27 @@ def throughput(models:dict, a:argparse.Namespace, clock)->dict[str, float]:
                 best[way] = max(best[way], llm.metrics['num_sampled_tokens'] / (clock() - start))
     return best
 
+def beside_llama_cpp(model, a:argparse.Namespace, clock)->dict[int, dict[str, float]]:
+    "Tokens/s of some answers at once, the best of some rounds: kept weights, and llama.cpp on the same file"
+    def ours(work, prompts, n):
+        with LLM(model, max_num_seqs=n, max_model_len=a.context + a.answer, prefix_caching=False) as llm:
+            wish, start = SamplingParams(temperature=0, max_tokens=a.answer, ignore_eos=True), clock()
+            llm.generate(prompts, wish, use_tqdm=False)
+            return clock() - start
+    def timed(work, prompts, n):
+        start = clock()
+        run_llama_cpp(smollm2_gguf(), work, prompts, n, a.context + a.answer + 1)
+        return clock() - start
+    def theirs(work, prompts, n): return timed(work, prompts, n) - timed([], [], n)     # without the loading
+    best, who = {n: {} for n in a.answers}, {'kept': ours, 'llama.cpp': theirs}
+    for n in a.answers:
+        work = [WorkItem(a.answer, [(f'own {i}', a.context)]) for i in range(n)]
+        prompts = [x.prompt_ids(49152, a.seed) for x in work]
+        for i in range(max(a.rounds, 1)):
+            for way in (list(who), list(who)[::-1])[i % 2]:
+                best[n][way] = max(best[n].get(way, 0.), n * a.answer / who[way](work, prompts, n))
+    return best
+
 def log_probs(llm:LLM, ids:list[int])->torch.Tensor: # [T, V]
     "Of every token of a text, in one step"
     r, size, e = Request('text', ids, SamplingParams(), 1), llm.config.block_size, llm.runner.executor
@@ -95,13 +120,14 @@ def accuracy(models:dict, num_tokens:int)->dict[str, dict[str, float]]:
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--rows', type=lambda s: [int(x) for x in s.split(',')], default=[1, 4, 8, 16, 32, 64])
-    for name, default in dict(context=128, steps=25, rounds=3, tokens=384, threads=2, seed=0).items():
+    p.add_argument('--answers', type=lambda s: [int(x) for x in s.split(',')], default=[1, 16, 64])
+    for name, default in dict(context=128, answer=64, steps=25, rounds=3, tokens=384, threads=2, seed=0).items():
         p.add_argument(f'--{name}', type=int, default=default)
     p.add_argument('--quick', action='store_true', help='does it work?')
     p.add_argument('--cpu', action='store_true', help='CPU time of one thread, not seconds on the wall')
     a = p.parse_args()
     if a.cpu and a.threads != 1: p.error('--cpu counts one thread: --threads 1')
-    if a.quick: a.rows, a.steps, a.rounds, a.tokens = [1, 4], 3, 0, 64
+    if a.quick: a.rows, a.answers, a.answer, a.steps, a.rounds, a.tokens = [1, 4], [1, 4], 8, 3, 0, 64
     torch.set_num_threads(a.threads)
     clock, models = time.thread_time if a.cpu else time.perf_counter, {w: made(w) for w in WAYS}
     ways = {w: dict(weights_mb=weight_bytes(m) / 1e6) | loading(w) for w, m in models.items()}
@@ -111,7 +137,10 @@ def main():
     for n, d in steps.items(): print(f'{n} requests:', {w: f'{x:.1f} ms' for w, x in d.items()}, flush=True)
     speed = throughput(models, a, clock) if a.rounds else {}
     print('W64:', {w: f'{x:.0f} tokens/s' for w, x in speed.items()})
-    facts = dict(model='smollm2', dtype='bfloat16', ways=ways, step_ms=steps, w64=speed)
+    peer = beside_llama_cpp(models['kept'], a, clock) if find_spec('llama_cpp') else {}
+    for n, d in peer.items(): print(f'{n} answers:', {w: f'{x:.0f} tokens/s' for w, x in d.items()}, flush=True)
+    told = dict(llama_cpp=version('llama-cpp-python'), llama_cpp_tokens_per_s=peer) if peer else {}
+    facts = told | dict(model='smollm2', dtype='bfloat16', ways=ways, step_ms=steps, w64=speed)
     write_record(None if a.quick else OUT, **vars(a), **facts)
 
 if __name__ == '__main__': main()

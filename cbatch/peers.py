@@ -105,12 +105,15 @@ def _open_llama(
     num_slots:int,
 )->tuple[Any, int]:   # (context, size of the vocabulary)
     "Load a file; the names of these functions have changed over time"
+    import torch
     load = getattr(L, 'llama_model_load_from_file', None) or L.llama_load_model_from_file
     init = getattr(L, 'llama_init_from_model', None) or L.llama_new_context_with_model
     model, c = load(str(path).encode(), L.llama_model_default_params()), L.llama_context_default_params()
     c.n_ctx, c.n_batch, c.n_ubatch, c.n_seq_max = num_tokens, STEP_LIMIT, 512, num_slots
+    c.n_threads = c.n_threads_batch = torch.get_num_threads()   # its own choice is 4, however many cores there are
     return init(model, c), L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
 
+# %% ../nbs/65_peers.ipynb #d5031c95
 def run_llama_cpp(
     path:str|Path,            # a .gguf file
     work:Workload,
@@ -136,7 +139,9 @@ def run_llama_cpp(
             del slots[k]
             L.llama_memory_seq_rm(L.llama_get_memory(ctx), k, -1, -1)
     L.llama_batch_free(batch)
+    model = L.llama_get_model(ctx)
     L.llama_free(ctx)
+    (getattr(L, 'llama_model_free', None) or L.llama_free_model)(model)
 
 # %% ../nbs/65_peers.ipynb #9075500d
 async def _body(reader:asyncio.StreamReader, chunked:bool)->AsyncIterator[bytes]:

@@ -179,7 +179,8 @@ def fake_llama(vocab=50):
                         llama_batch_init=lambda *a: batch,
         llama_model_get_vocab=lambda m: m, llama_vocab_n_tokens=lambda v: vocab, llama_decode=decode,
                         llama_get_memory=lambda c: c, llama_memory_seq_rm=lambda m, k, a, b: done.append(held.pop(k)),
-        llama_batch_free=lambda b: None, llama_free=lambda c: done.append('free'), llama_get_logits_ith=lambda c,
+        llama_batch_free=lambda b: None, llama_get_model=lambda c: None, llama_model_free=lambda m: None,
+                        llama_free=lambda c: done.append('free'), llama_get_logits_ith=lambda c,
                         i: (np.ctypeslib.ctypes.c_float * vocab)(*rows[i]))
     return L, held, done
 
