@@ -41,7 +41,7 @@ def rounded(self, x):
 
 P = [[5, 6, 7], [200, 3, 77, 8, 9, 10, 11], list(range(40, 60)), [33], list(range(100, 170))]
 
-@pytest.mark.parametrize('arch', ['llama', 'qwen2', 'qwen3', 'mistral'])
+@pytest.mark.parametrize('arch', lean.KINDS)
 @pytest.mark.parametrize('bits', [4, 8])
 def test_taken_as_they_are(arch, bits, monkeypatch):
     "No weight is unpacked, and tokens are scored as by torch with the same rows: each group of 32 rounded to 127 steps"
@@ -62,9 +62,10 @@ def test_taken_as_they_are(arch, bits, monkeypatch):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('mode', ['recompute', 'swap'])
 @pytest.mark.parametrize('kv', ['auto', 'int8'])
-def test_the_same_in_any_company(dtype, mode, kv):
+@pytest.mark.parametrize('arch', ['llama', 'gemma3_text'])
+def test_the_same_in_any_company(arch, dtype, mode, kv):
     "Alone, in a crowd short of memory, prompts in pieces, with guesses: tokens and log probabilities to the last bit"
-    model = quantise(wide(dtype=dtype, num_hidden_layers=2), 4)
+    model = quantise(wide(arch, dtype=dtype, num_hidden_layers=2), 4)
     wishes = [sp(18, logprobs=2), sp(14, temperature=1., seed=5), sp(20, repetition_penalty=1.3), sp(),
               sp(12, temperature=.7, seed=2)]
     with engine(model, prefix_caching=False, kv_dtype=kv) as one:

@@ -2,6 +2,7 @@
 Every path gives the oracle's tokens, and a build that watches its bounds finds nothing."""
 import math, os, platform, random, shutil, subprocess, sys
 import pytest, torch
+from dataclasses import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch import LLM, SamplingParams
 from cbatch.core import Padding, Plan, Request, Scheduled
@@ -129,14 +130,18 @@ def test_narrower_processors(monkeypatch, flag):
                     assert difference(be, H, K, D, 16, qlens, slens, window, cap, dtype) < tol
     for dtype in (torch.float32, torch.bfloat16): assert logits_are_right('qwen3', dtype)
 
+# numbers that a small model has, and those of most would be 1
+MORE = dict(granite=dict(embedding_multiplier=3., residual_multiplier=.4, logits_scaling=5., attention_multiplier=.3),
+            gemma2=dict(final_logit_softcapping=2.))
+
 PATHS = {'torch': dict(backend='torch', lean=False), 'attention in C++': dict(lean=False), 'lean': {}}
 
 @needs_compiler
 @pytest.mark.parametrize('path', PATHS)
-@pytest.mark.parametrize('arch', ['llama', 'mistral', 'qwen2', 'qwen3', 'gemma2'])
+@pytest.mark.parametrize('arch', [*lean.KINDS, 'cohere'])
 def test_every_path_is_token_equal(arch, path):
     "Chunks, a pool that runs short in both ways, prefix hits: the oracle's tokens in float32"
-    lm = shaken(tiny_lm(arch)); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
+    lm = shaken(tiny_lm(arch, **MORE.get(arch, {}))); want = [generate_ref(lm, p, sp(14)).token_ids for p in PROMPTS]
     for how in (dict(force_preempt=3), dict(force_preempt=3, preemption='swap'), {}):
         with LLM(lm, block_size=16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=20, check=True, **how,
                  **PATHS[path]) as llm:
@@ -155,7 +160,45 @@ def test_every_path_is_token_equal(arch, path):
                          ids=['even', 'odd'])
 def test_lean_logits(dtype, products, sizes):
     "Widths that fill no panel, no register and no pair"
-    for arch in lean.KINDS: assert logits_are_right(arch, dtype, products, **sizes)
+    for arch in lean.KINDS:
+        more = dict(intermediate_size=48) if sizes and arch == 'phi3' else {}     # gate and up are one matrix
+        assert logits_are_right(arch, dtype, products, **(sizes | more | MORE.get(arch, {})))
+
+def other(arch, **fields):
+    "The table with one entry changed"
+    return lean.KINDS | {arch: replace(lean.KINDS[arch], **fields)}
+
+FAULTS = [('gemma2', 'norms without the 1', dict(plus=0.)), ('gemma2', 'no cap of logits', dict(reads='')),
+          ('gemma2', 'embeddings as they are', dict(root=False)),
+          ('gemma3_text', 'norms without the 1', dict(plus=0.)),
+          ('gemma3_text', 'angles swapped', dict(bases=('sliding_attention', 'full_attention'))),
+          ('granite', 'no multiplier of embeddings', dict(reads='residual_multiplier logits_scaling')),
+          ('granite', 'no multiplier of branches', dict(reads='embedding_multiplier logits_scaling')),
+          ('granite', 'logits not divided', dict(reads='embedding_multiplier residual_multiplier'))]
+FIELDS = [('gemma2', 'cap'), ('gemma2', 'window'), ('gemma2', 'after1'), ('gemma3_text', 'after2'), ('olmo2', 'after1'),
+          ('gemma3_text', 'q_norm'), ('granite', 'scale')]
+
+@needs_compiler
+@pytest.mark.parametrize('arch,what,fields', FAULTS, ids=[f'{a}: {w}' for a, w, _ in FAULTS])
+def test_each_entry_of_the_table_is_needed(monkeypatch, arch, what, fields):
+    if what == 'angles swapped':
+        layer = lean.Laid.layer
+        monkeypatch.setattr(lean.Laid, 'layer', lambda self, *args: layer(self, *args[:-1], 1 - args[-1]))
+    else: monkeypatch.setattr(lean, 'KINDS', other(arch, **fields))
+    assert not logits_are_right(arch, torch.float32, **MORE.get(arch, {}))
+
+@needs_compiler
+@pytest.mark.parametrize('arch,field', [*FIELDS, ('gemma2', 'gelu'), ('olmo2', 'whole')])
+def test_each_field_of_a_layer_is_needed(monkeypatch, arch, field):
+    "gelu and whole are fields of the model"
+    name = 'LeanWeights' if field in ('gelu', 'whole') else 'LeanLayer'
+    kind = getattr(lean, name)
+    class Spoiled(kind):
+        def __init__(self, *args):
+            super().__init__(*args)
+            setattr(self, field, .01 if field == 'scale' else None if field[:5] in ('after', 'q_nor') else 0)
+    monkeypatch.setattr(lean, name, Spoiled)
+    assert not logits_are_right(arch, torch.float32, **MORE.get(arch, {}))
 
 @needs_compiler
 @pytest.mark.parametrize('products', ['panels', 'onednn'])
@@ -217,9 +260,11 @@ def test_nan_stays_nan(softcap, kv_dtype):
 @needs_compiler
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['float32', 'bfloat16'])
 @both_kinds
-def test_company_changes_no_bit(dtype, kv_dtype):
+@pytest.mark.parametrize('arch', ['llama', 'gemma2', 'gemma3_text', 'phi3', 'granite', 'olmo2'])
+def test_company_changes_no_bit(arch, dtype, kv_dtype):
     "Logits of a request are the same alone, beside others, and in another order"
-    lm, prompts = tiny_lm('llama').to(dtype, torch.device('cpu')), [*PROMPTS, [7], [7, 8],
+    lm = shaken(tiny_lm(arch, **MORE.get(arch, {}))).to(dtype, torch.device('cpu'))
+    prompts = [*PROMPTS, [7], [7, 8],
         *([i] * i for i in range(1, 12))]
     how = dict(products='panels', kv_dtype=kv_dtype)
     together, other = step(lm, prompts, **how), step(lm, prompts[::-1], **how)
@@ -236,7 +281,8 @@ def test_head_with_bias_and_other_odd_parts_goes_the_general_way():
         assert llm.runner.executor.lean and llm.generate([PROMPTS[0]], sp(8),
                                                          use_tqdm=False)[0].outputs[0].token_ids == generate_ref(lm,
                                                              PROMPTS[0], sp(8)).token_ids
-    assert 'gelu' in lean.misfit(tiny_lm('llama', hidden_act='gelu')) and 'gemma2' in lean.misfit(tiny_lm('gemma2'))
+    assert 'gelu' in lean.misfit(tiny_lm('llama', hidden_act='gelu')) and 'cohere' in lean.misfit(tiny_lm('cohere'))
+    assert 'no multiple of 16' in lean.misfit(tiny_lm('phi3', intermediate_size=37))
     class Wrapped(torch.nn.Linear): pass
     def wrapped(lm): lm.hf_model.model.layers[1].mlp.up_proj.__class__ = Wrapped
     def head(lm): lm.hf_model.lm_head.__class__ = Wrapped
@@ -372,12 +418,14 @@ template <typename T, bool CODES> void whole_step() {     // a model of one laye
         }
         return Matrix{(word*)codes.back().data(), nullptr, out, in, 4, -1, 1};
     };
+    std::vector<float> branch(N * hidden);
     std::vector<float> ones(hidden, 1.f), residual(N * hidden, .5f), angle(N * D, 1.f); std::vector<double> spent(3);
     auto k = filled<T>(2 * K * BS * D, .01f), v = k;                          // one place is not written below
     LeanLayer layer{matrix((H + 2 * K) * D, hidden), matrix(hidden, H * D), coded(2 * inner, hidden),
                     matrix(hidden, inner), ones.data(), ones.data(), nullptr, nullptr,
-                    {k.data(), v.data(), K, D, BS}, 0, .25f, 1e-5f, 1e-5f};
-    LeanWeights m{&layer, coded(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f};
+                    {k.data(), v.data(), K, D, BS}, 0, .25f, 1e-5f, 1e-5f, 2.f, 0,
+                    CODES ? ones.data() : nullptr, CODES ? ones.data() : nullptr};
+    LeanWeights m{&layer, coded(vocab, hidden), ones.data(), 1, hidden, H, K, D, inner, 1e-5f, 1, 1};
     std::vector<int64_t> slots(N), rows = {10, 3}; std::vector<int> tables = {1}, lens = {N}, starts = {0, N};
     for (int i = 0; i < N; i++) slots[i] = i == 5 ? -1 : BS + i;
     std::vector<T> x(N * hidden), wide(N * 2 * inner), narrow(N * H * D), logits(2 * vocab);
@@ -385,7 +433,7 @@ template <typename T, bool CODES> void whole_step() {     // a model of one laye
     std::vector<int> sums(N * hidden / 32);
     LeanStep r{residual.data(), angle.data(), angle.data(), slots.data(), rows.data(), tables.data(), lens.data(),
                starts.data(), x.data(), wide.data(), narrow.data(), logits.data(), rows8.data(),
-               scales.data(), sums.data(), spent.data(), N, 2, 1, 1, 2};
+               scales.data(), sums.data(), spent.data(), N, 2, 1, 1, 2, branch.data()};
     run<T>(m, r);
     // equal numbers, normed to 1, times a hundredth
     for (T y : logits) if (!(std::fabs(one(y) - .01f * hidden) < 1e-2)) std::printf("wrong %f", one(y)), std::exit(1);

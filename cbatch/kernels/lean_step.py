@@ -75,21 +75,21 @@ template <typename T> inline auto keep(T* out, int64_t n) {
         if (n - c >= L) store(p, y); else for (int l = 0; l < n - c; l++) put(p + l, y[l]);
     };
 }
-inline auto add(float* residual, int64_t n) {
+inline auto add(float* residual, int64_t n, float times) {
     return [=](int64_t t, int64_t c, V y) {
         float* r = residual + t * n + c;
-        if (c + L <= n) store(r, load(r) + y); else for (int l = 0; l < n - c; l++) r[l] += y[l];
+        if (c + L <= n) store(r, load(r) + times * y); else for (int l = 0; l < n - c; l++) r[l] += times * y[l];
     };
 }
 """
 
 # %% ../../kernels/05_lean_step.ipynb #58ed4b56
 LEAN_CPP += r"""
-inline float mean_square(const float* x, int64_t n) {
+template <typename T> inline float mean_square(const T* x, int64_t n) {
     float s[16] = {}, t = 0;
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) for (int l = 0; l < 16; l++) s[l] += x[i + l] * x[i + l];
-    for (; i < n; i++) t += x[i] * x[i];
+    for (; i + 16 <= n; i += 16) for (int l = 0; l < 16; l++) s[l] += one(x[i + l]) * one(x[i + l]);
+    for (; i < n; i++) t += one(x[i]) * one(x[i]);
     for (int l = 0; l < 16; l++) t += s[l];
     return t / n;
 }
@@ -99,30 +99,38 @@ template <typename T> void norm(const float* x, const float* weight, T* out, int
                                 const int64_t* rows = nullptr) {
     #pragma omp for
     for (int64_t t = 0; t < tokens; t++) {
-        const float *r = x + (rows ? rows[t] : t) * n, scale = 1 / std::sqrt(mean_square(r, n) + eps);
-        for (int64_t i = 0; i < n; i++) put(out + t * n + i, r[i] * scale * weight[i]);
+        const float *r = x + (rows ? rows[t] : t) * n, scale = weight ? 1 / std::sqrt(mean_square(r, n) + eps) : 1;
+        if (weight) for (int64_t i = 0; i < n; i++) put(out + t * n + i, r[i] * scale * weight[i]);
+        else for (int64_t i = 0; i < n; i++) put(out + t * n + i, r[i]);
+    }
+}
+inline void join(float* residual, const float* x, const float* weight, int64_t tokens, int64_t n, float eps,
+                 float times) {
+    #pragma omp for
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *r = x + t * n, scale = times / std::sqrt(mean_square(r, n) + eps);
+        for (int64_t i = 0; i < n; i++) residual[t * n + i] += r[i] * scale * weight[i];
     }
 }
 """
 
 # %% ../../kernels/05_lean_step.ipynb #82823634
 LEAN_CPP += r"""
-template <typename T> void gate(const T* x, T* out, int64_t tokens, int64_t n) {   // x [tokens, 2n]: gate beside up
+// x [tokens, 2n]: gate beside up
+template <typename T> void gate(const T* x, T* out, int64_t tokens, int64_t n, bool gelu) {
     #pragma omp for
     for (int64_t t = 0; t < tokens; t++) for (int64_t i = 0; i < n; i += L) {
-        const V g = load(x + t * 2 * n + i), e = exp2v((g < 0 ? g : -g) * LOG2E);
-        store(out + t * n + i, g * (g < 0 ? e : splat(1.f)) / (1.f + e) * load(x + t * 2 * n + n + i));
+        const V g = load(x + t * 2 * n + i), u = gelu ? g * (1.59576912f + .0713548162f * g * g) : g;
+        const V e = exp2v((u < 0 ? u : -u) * LOG2E);
+        store(out + t * n + i, g * (u < 0 ? e : splat(1.f)) / (1.f + e) * load(x + t * 2 * n + n + i));
     }
 }
 
 template <typename T>
-inline void rotate(T* p, const float* norm, float eps, const float* cos, const float* sin, int64_t D) {
+inline void rotate(T* p, const float* norm, float scale, const float* cos, const float* sin, int64_t D) {
     float x[256];
     for (int64_t d = 0; d < D; d++) x[d] = one(p[d]);
-    if (norm) {
-        const float scale = 1 / std::sqrt(mean_square(x, D) + eps);
-        for (int64_t d = 0; d < D; d++) x[d] *= scale * norm[d];
-    }
+    if (norm) for (int64_t d = 0; d < D; d++) x[d] *= scale * norm[d];
     const int64_t half = D / 2;
     for (int64_t d = 0; d < half; d++) {
         const float a = x[d], b = x[d + half];
@@ -138,18 +146,22 @@ LeanLayer = struct('LeanLayer', """
     const float* norm1 norm2 q_norm k_norm;
     KVPool pool;
     int64 window;
-    float scale eps1 eps2""", Matrix, KVPool)
+    float scale eps1 eps2 cap;
+    int64 turn;
+    const float* after1 after2""", Matrix, KVPool)
 LeanWeights = struct('LeanWeights', """
     const LeanLayer* layers; Matrix head; const float* norm;
     int64 num_layers hidden heads kv_heads dim inner;
-    float eps""", Matrix)
+    float eps times logits cap;
+    int64 whole gelu""", Matrix)
 LeanStep = struct('LeanStep', """
     float* residual; const float* cos sin;
     const int64* slots wanted; const int32* tables lens starts;
     void* x wide narrow logits codes;
     float* scales; int32* sums;
     double* spent;
-    int64 tokens rows requests width threads""")
+    int64 tokens rows requests width threads;
+    float* branch""")
 
 # %% ../../kernels/05_lean_step.ipynb #693874af
 LEAN_CPP += LeanLayer.cpp + LeanWeights.cpp + LeanStep.cpp + r"""
@@ -158,8 +170,15 @@ template <typename T> void rotate_write(const LeanWeights& m, const LeanLayer& l
     #pragma omp for
     for (int64_t t = 0; t < s.tokens; t++) {
         T* row = (T*)s.wide + t * (H + 2 * K) * D;
-        for (int64_t h = 0; h < H + K; h++)
-            rotate(row + h * D, h < H ? layer.q_norm : layer.k_norm, layer.eps1, s.cos + t * D, s.sin + t * D, D);
+        const int64_t angle = (layer.turn * s.tokens + t) * D;
+        auto scale = [&](int64_t h, int64_t n) { return 1 / std::sqrt(mean_square(row + h * D, n * D) + layer.eps1); };
+        const float q = m.whole ? scale(0, H) : 0, k = m.whole ? scale(H, K) : 0;       // before any head is turned
+        for (int64_t h = 0; h < H + K; h++) {
+            const float* norm = h < H ? layer.q_norm : layer.k_norm;
+            if (m.whole) norm += (h < H ? h : h - H) * D;
+            const float by = m.whole ? (h < H ? q : k) : norm ? scale(h, 1) : 1;
+            rotate(row + h * D, norm, by, s.cos + angle, s.sin + angle, D);
+        }
         if (s.slots[t] < 0) continue;
         for (int64_t h = 0; h < K; h++) place(layer.pool, s.slots[t], h, row + (H + h) * D, row + (H + K + h) * D);
     }
@@ -168,7 +187,7 @@ template <typename T> void rotate_write(const LeanWeights& m, const LeanLayer& l
 inline Step step_of(const LeanWeights& m, const LeanLayer& layer, const LeanStep& s) {
     const int64_t D = m.dim, attended = m.heads * D, qkv = attended + 2 * m.kv_heads * D;
     return {s.wide, s.narrow, s.tables, s.lens, s.starts, qkv, D, attended, D, s.requests, s.width, m.heads,
-            layer.window, s.threads, layer.scale, 0, layer.pool};
+            layer.window, s.threads, layer.scale, layer.cap, layer.pool};
 }
 """
 
@@ -183,9 +202,19 @@ struct Laps {
     }
 };
 
+// a product whose outputs are added to the residual, normed first where a layer says so
+template <typename T>
+void onto(const LeanWeights& m, const Matrix& matrix, const LeanStep& s, const Rows& room, const float* after,
+          float eps) {
+    const T* x = (const T*)s.narrow;
+    if (!after) return product(matrix, x, s.tokens, s.threads, room, add(s.residual, m.hidden, m.times));
+    product(matrix, x, s.tokens, s.threads, room, keep(s.branch, m.hidden));
+    join(s.residual, s.branch, after, s.tokens, m.hidden, eps, m.times);
+}
+
 template <typename T>
 void through_layer(const LeanWeights& m, const LeanLayer& layer, const LeanStep& s, const Items& all, Laps& laps) {
-    T *x = (T*)s.x, *wide = (T*)s.wide, *narrow = (T*)s.narrow;
+    T *x = (T*)s.x, *wide = (T*)s.wide;
     const Rows room{(int8_t*)s.codes, s.scales, s.sums};
     norm(s.residual, layer.norm1, x, s.tokens, m.hidden, layer.eps1);
     product(layer.qkv, x, s.tokens, s.threads, room, keep(wide, (m.heads + 2 * m.kv_heads) * m.dim));
@@ -195,16 +224,24 @@ void through_layer(const LeanWeights& m, const LeanLayer& layer, const LeanStep&
     attend<T>(step_of(m, layer, s), all);
     #pragma omp master
     laps.lap(1);
-    product(layer.o, narrow, s.tokens, s.threads, room, add(s.residual, m.hidden));
+    onto<T>(m, layer.o, s, room, layer.after1, layer.eps1);
     norm(s.residual, layer.norm2, x, s.tokens, m.hidden, layer.eps2);
     product(layer.gate_up, x, s.tokens, s.threads, room, keep(wide, 2 * m.inner));
-    gate(wide, narrow, s.tokens, m.inner);
-    product(layer.down, narrow, s.tokens, s.threads, room, add(s.residual, m.hidden));
+    gate(wide, (T*)s.narrow, s.tokens, m.inner, m.gelu);
+    onto<T>(m, layer.down, s, room, layer.after2, layer.eps2);
 }
 """
 
 # %% ../../kernels/05_lean_step.ipynb #59b977a4
 LEAN_CPP += r"""
+// logits as they are saved: times as large, and bent below a cap
+inline V capped(V y, float times, float cap) {
+    y *= times;
+    if (!cap) return y;
+    const V e = exp2v((y > 0 ? y : -y) * (-2 * LOG2E / cap)), c = cap * (1.f - e) / (1.f + e);
+    return y < 0 ? -c : c;
+}
+
 template <typename T> void run(const LeanWeights& m, const LeanStep& s) {
     const Items all = items(step_of(m, m.layers[0], s));
     Laps laps{s.spent};
@@ -214,8 +251,9 @@ template <typename T> void run(const LeanWeights& m, const LeanStep& s) {
         #pragma omp master
         laps.lap(0);
         norm(s.residual, m.norm, (T*)s.x, s.rows, m.hidden, m.eps, s.wanted);
+        auto out = keep((T*)s.logits, m.head.outputs);
         product(m.head, (const T*)s.x, s.rows, s.threads, Rows{(int8_t*)s.codes, s.scales, s.sums},
-                keep((T*)s.logits, m.head.outputs));
+                [&](int64_t t, int64_t c, V y) { out(t, c, capped(y, m.logits, m.cap)); });
     }
     laps.lap(2);
 }
@@ -238,8 +276,10 @@ template <typename T> void piece(const LeanWeights& m, const LeanStep& s, int64_
         case 0: norm(s.residual, layer.norm1, (T*)s.x, s.tokens, m.hidden, layer.eps1); break;
         case 1: rotate_write<T>(m, layer, s); attend<T>(a, all); break;
         case 2: norm(s.residual, layer.norm2, (T*)s.x, s.tokens, m.hidden, layer.eps2); break;
-        case 3: gate((T*)s.wide, (T*)s.narrow, s.tokens, m.inner); break;
-        case 4: norm(s.residual, m.norm, (T*)s.x, s.rows, m.hidden, m.eps, s.wanted);
+        case 3: gate((T*)s.wide, (T*)s.narrow, s.tokens, m.inner, m.gelu); break;
+        case 4: norm(s.residual, m.norm, (T*)s.x, s.rows, m.hidden, m.eps, s.wanted); break;
+        case 5: join(s.residual, s.branch, layer.after1, s.tokens, m.hidden, layer.eps1, m.times); break;
+        case 6: join(s.residual, s.branch, layer.after2, s.tokens, m.hidden, layer.eps2, m.times);
     }
 }
 extern "C" void piece_f32(const LeanWeights* m, const LeanStep* s, int64_t i, int64_t what) {
