@@ -178,7 +178,7 @@ def _check_answers(hf_model:PreTrainedModel, asked:list[AttnLayer], logits:torch
     kept = [getattr(c, 'sliding_window', None) for c in DynamicCache(config=hf_model.config).layers]
     if not asked: raise CannotServe(_ELSEWHERE)
     if len(asked) != n: raise CannotServe(f"{len(asked)} of its {n} layers attend")
-    if any(k != (l.window or l.chunk) for k, l in zip(kept, asked)):
+    if any(k != (l.window or l.chunk) for k, l in zip(kept, asked) if l.shares is None):
         raise CannotServe("transformers' cache keeps another window than its layers attend to")
     if len(logits) != 2: raise CannotServe("it gives logits for rows that nobody asked for")
     if not _alike(*logits): raise CannotServe("its logits depend on more than attention, a token and its position")

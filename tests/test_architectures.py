@@ -66,7 +66,7 @@ def run_schedule(arch, over, seed):
     llm = LLM(model(arch, over), block_size=bs, num_blocks=need + rng.randint(0, need),
               max_num_seqs=rng.choice([2, 3, 5, 8]), max_num_batched_tokens=rng.choice([8, 9, 16, 40, 128]),
               check=True)
-    for cache in llm.runner.executor.backend.k + llm.runner.executor.backend.v: cache[1:] = float('nan')
+    for pool in llm.runner.executor.backend.tensors: pool[1:] = float('nan')
     todo, done = list(enumerate(asks)), {}
     while todo or llm.has_unfinished:
         if todo and rng.random() < .5:
