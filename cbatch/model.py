@@ -77,6 +77,26 @@ def byte_tokenizer()->PreTrainedTokenizerFast:   # ids 0-255 are the bytes, 256 
                          "{% if add_generation_prompt %}assistant: {% endif %}")
     return tok
 
+# %% ../nbs/05_model.ipynb #4f0e46c9
+_LATENT = dict(kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=24,
+               num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4, n_shared_experts=1,
+               first_k_dense_replace=1)
+_GEMMA = dict(num_hidden_layers=6, layer_types=['sliding_attention', 'sliding_attention', 'full_attention'] * 2,
+              num_kv_shared_layers=3, hidden_size_per_layer_input=16, vocab_size_per_layer_input=258, sliding_window=8)
+_SPECIAL:dict[str, dict[str, Any]] = {
+    **dict.fromkeys('deepseek_v3 minicpm3 youtu glm4_moe_lite axk1'.split(), _LATENT),
+    'deepseek_v2': _LATENT | dict(q_lora_rank=None),
+    'longcat_flash': _LATENT | dict(zero_expert_num=2, num_layers=2, head_dim=8, ffn_hidden_size=96, expert_ffn_hidden_size=32,
+                                    moe_topk=2),
+    'gemma4_text': _GEMMA | dict(global_head_dim=32, num_global_key_value_heads=1),
+    'gemma3n_text': _GEMMA | dict(laurel_rank=8, activation_sparsity_pattern=[0.] * 6, altup_num_inputs=2),
+    'mimo_v2_flash': dict(v_head_dim=8, swa_head_dim=16, swa_v_head_dim=8, swa_num_attention_heads=4,
+                          swa_num_key_value_heads=2, num_hidden_layers=4),
+    'llama4_text': dict(num_hidden_layers=4, attention_chunk_size=8, no_rope_layers=[1, 0] * 2, floor_scale=4,
+                        layer_types=['chunked_attention', 'full_attention'] * 2, attn_scale=.5,
+                        attn_temperature_tuning=True, intermediate_size_mlp=96, interleave_moe_layer_step=2,
+                        moe_layers=[1, 3])}
+
 # %% ../nbs/05_model.ipynb #e7172c67
 _SMALL = dict(
     vocab_size=258, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -99,9 +119,10 @@ def small_config(
     small |= dict(bos_token_id=None, eos_token_id=256, pad_token_id=257)
     if getattr(usual, 'sliding_window', None): small['sliding_window'] = 16
     if getattr(usual, 'attn_logit_softcapping', None): small['attn_logit_softcapping'] = 5.
+    small |= _SPECIAL.get(arch, {})
     kinds = ['sliding_attention', 'full_attention']
-    if set(getattr(usual, 'layer_types', None) or ()) == {*kinds}:
-        small['layer_types'] = [kinds[i % 2] for i in range(config.get('num_hidden_layers', 3))]
+    if set(getattr(usual, 'layer_types', None) or ()) == {*kinds} and 'layer_types' not in small:
+        small['layer_types'] = [kinds[i % 2] for i in range((small | config).get('num_hidden_layers', 3))]
     return cls(**small | config)
 
 # %% ../nbs/05_model.ipynb #c407dd17
@@ -134,8 +155,8 @@ def num_kv_heads(self:CausalLM)->int: return self.layers[0].num_kv_heads
 def head_dim(self:CausalLM)->int: return self.layers[0].head_dim
 @patch(as_prop=True)
 def kv_bytes_per_token(self:CausalLM)->int:
-    "Bytes of one token's keys and values over all layers, in the model's dtype"
-    return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    "Bytes of one token's keys and values over all layers that keep some, in the model's dtype"
+    return sum(l.kept for l in self.layers) * self.dtype.itemsize
 
 # %% ../nbs/05_model.ipynb #991355f3
 @patch

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Read', 'QUERIES', 'attention', 'causal', 'AttnMeta', 'paged_attention_ref', 'KVShape', 'PagedKV', 'to_codes',
-           'from_codes', 'block_slots', 'attend_chunk', 'Chunk', 'chunks_of', 'TorchBackend', 'Backend',
-           'cbatch_attention', 'register_attention']
+           'from_codes', 'block_slots', 'attend_chunk', 'Chunk', 'chunks_of', 'TorchBackend', 'Backend', 'StepHolder',
+           'Seat', 'take_seats', 'cbatch_attention', 'register_attention']
 
 # %% ../nbs/18_paged_attention.ipynb #ecd9cf68
 import math, torch
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from fastcore.basics import patch
 from typing import Any, NamedTuple, Protocol, runtime_checkable
-from .probe import check_asked
+from .probe import AttnLayer, by_position, check_asked, from_latents, keep_latents, to_latents
 
 # %% ../nbs/18_paged_attention.ipynb #98359660
 def attention(
@@ -25,22 +25,26 @@ def attention(
     scaling:float,        # usually D ** -0.5
     window:int|None=None, # each query sees this many keys at most, itself included
     softcap:float|None=None, # scores become softcap * tanh(score / softcap)
-)->torch.Tensor:          # [n, H, D]
+    sinks:torch.Tensor|None=None, # [H], one more score for each head, without a value
+    chunk:int|None=None,  # each query sees the keys of its own chunk of the text alone
+)->torch.Tensor:          # [n, H, D of the values]
     "Causal attention of one request, written as the formula"
     n, L, g = len(q), len(k), q.shape[1] // k.shape[1]
     scores = torch.einsum('nhd,lhd->hnl', q, k.repeat_interleave(g, 1)) * scaling
     if softcap: scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~causal(n, L, window, q.device), -math.inf)
-    return torch.einsum('hnl,lhd->nhd', scores.softmax(-1), v.repeat_interleave(g, 1))
+    scores = scores.masked_fill(~causal(n, L, window, q.device, chunk), -math.inf)
+    if sinks is not None: scores = torch.cat([scores, sinks[:, None, None].expand(-1, n, 1)], -1)
+    return torch.einsum('hnl,lhd->nhd', scores.softmax(-1)[..., :L], v.repeat_interleave(g, 1))
 
 def causal(
     n:int, # queries, the last of
     L:int, # keys
-    window:int|None=None, device:torch.device|str='cpu',
+    window:int|None=None, device:torch.device|str='cpu', chunk:int|None=None,
 )->torch.Tensor: # [n, L], True where the query sees the key
     "Which of `L` keys each of the last `n` queries sees"
     i, j = torch.arange(L - n, L, device=device)[:, None], torch.arange(L, device=device)[None]
-    return (j <= i) & (j > i - window) if window else j <= i
+    seen = (j <= i) & (j > i - window) if window else j <= i
+    return seen & (j >= i // chunk * chunk) if chunk else seen
 
 # %% ../nbs/18_paged_attention.ipynb #0e24eb6f
 @dataclass
@@ -64,11 +68,11 @@ def paged_attention_ref(
     q:torch.Tensor,       # [T, H, D], packed queries
     k_cache:torch.Tensor, # [B, block_size, K, D]
     v_cache:torch.Tensor, # [B, block_size, K, D]
-    meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
+    meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None, **more:Any,
 )->torch.Tensor:          # [T, H, D]
     "Attention over block tables, request by request"
     gather = lambda cache, r: cache[meta.block_tables[r]].flatten(0, 1)[:meta.seq_lens[r]]
-    outs = [attention(q[s:s+n], gather(k_cache, r), gather(v_cache, r), scaling, window, softcap)
+    outs = [attention(q[s:s+n], gather(k_cache, r), gather(v_cache, r), scaling, window, softcap, **more)
             for r, (s, n) in enumerate(zip(meta.starts, meta.query_lens))]
     return torch.cat(outs)
 
@@ -84,14 +88,25 @@ class KVShape:
     dtype:torch.dtype = torch.float32
     device:torch.device|str = 'cpu'
     kv_dtype:str = 'auto' # int8: codes, and a float32 scale for each token and head; auto: as `dtype`
+    value_dim:int|None = None # numbers of a value; None: as many as of a key
+    sinks:bool = False    # its layers have a score without a value
+    chunk:bool = False    # some of them see their chunk of the text alone
+    latent:bool = False   # a value is the first numbers of its key, and not kept
 
     @property
     def coded(self)->bool: return self.kv_dtype == 'int8'
     @property
+    def wants(self)->frozenset[str]:
+        "What not every backend can"
+        narrow = not self.latent and self.value_dim not in (None, self.head_dim)
+        all = dict(sinks=self.sinks, chunks=self.chunk, latents=self.latent, values=narrow)
+        return frozenset(k for k, on in all.items() if on)
+    @property
     def token_bytes(self)->int:
         "Bytes of one token's keys and values over all layers"
-        vector = self.head_dim + 4 if self.coded else self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * self.num_kv_heads * vector
+        widths = [self.head_dim] + [self.value_dim or self.head_dim] * (not self.latent)
+        vector = lambda n: n + 4 if self.coded else n * self.dtype.itemsize
+        return self.num_layers * self.num_kv_heads * sum(map(vector, widths))
     @property
     def num_bytes(self)->int:
         "Bytes of the pool, the null block included"
@@ -107,16 +122,17 @@ class PagedKV:
 
     def __init__(self, shape:KVShape):
         if why := self.fits(shape): raise ValueError(why)
-        vectors = shape.block_size, shape.num_kv_heads, shape.head_dim
-        self.make(shape, vectors, vectors, vectors[:2])
+        each = shape.block_size, shape.num_kv_heads
+        value = None if shape.latent else (*each, shape.value_dim or shape.head_dim)
+        self.make(shape, (*each, shape.head_dim), value, each)
 
-    def make(self, shape:KVShape, key:tuple[int, ...], value:tuple[int, ...], scale:tuple[int, ...]):
+    def make(self, shape:KVShape, key:tuple[int, ...], value:tuple[int, ...]|None, scale:tuple[int, ...]):
         "Make the pool of all layers, from the sizes of what a block holds"
         kept = torch.int8 if shape.coded else shape.dtype
         def zeros(size, dtype): return torch.zeros(shape.num_blocks + 1, *size, dtype=dtype, device=shape.device)
         def pool(size, dtype=torch.float32): return [zeros(size, dtype) for _ in range(shape.num_layers)]
-        self.shape, self.k, self.v = shape, pool(key, kept), pool(value, kept)
-        self.k_scales, self.v_scales = (pool(scale), pool(scale)) if shape.coded else ([], [])
+        self.shape, self.k, self.v = shape, pool(key, kept), pool(value, kept) if value else []
+        self.k_scales, self.v_scales = (pool(scale) if shape.coded and x else [] for x in (self.k, self.v))
         self.host:list[torch.Tensor] = []
 
     @property
@@ -149,6 +165,7 @@ def write(self:PagedKV, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta
     n = len(k) - meta.num_padding
     put = lambda cache, x: cache.flatten(0, 1).index_copy_(0, meta.slot_mapping[:n], x)
     for x, caches, scales in ((k[:n], self.k, self.k_scales), (v[:n], self.v, self.v_scales)):
+        if not caches: continue          # a latent is key and value
         if scales:
             x, scale = to_codes(x)
             put(scales[layer], scale)
@@ -161,8 +178,9 @@ def read(self:PagedKV,
 )->list[torch.Tensor]:  # keys and values, [.., K, D]
     "What was written into some slots, in the model's dtype"
     at = lambda x: x[layer].flatten(0, 1)[slots]
-    if not self.shape.coded: return [at(self.k), at(self.v)]
-    return [from_codes(at(x), at(s), self.shape.dtype) for x, s in ((self.k, self.k_scales), (self.v, self.v_scales))]
+    pools = ((self.k, self.k_scales), (self.v, self.v_scales))
+    found = [from_codes(at(x), at(s), self.shape.dtype) if s else at(x) for x, s in pools if x]
+    return found if len(found) == 2 else [found[0], found[0][..., :self.shape.value_dim]]
 
 # %% ../nbs/18_paged_attention.ipynb #3038a63b
 @patch
@@ -218,15 +236,20 @@ def _mask(meta:AttnMeta, key:Hashable, make:Callable[[], torch.Tensor])->torch.T
     if key not in meta.scratch: meta.scratch[key] = make()
     return meta.scratch[key]
 
-def _sdpa(q, k, v, mask, scaling:float, softcap:float|None, **kw)->torch.Tensor:
-    "torch's fused attention, or the formula where a soft cap is wanted, which torch's does not know"
-    if not softcap: return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, **kw)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
-    return scores.masked_fill(~mask, -math.inf).softmax(-1).to(q.dtype) @ v
+def _sdpa(q, k, v, mask, scaling:float, softcap:float|None, sinks:torch.Tensor|None=None, **kw)->torch.Tensor:
+    "torch's fused attention, or the formula where a soft cap or sinks are wanted, which torch's does not know"
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, **kw)
+    scores = q @ k.transpose(-1, -2) * scaling
+    if softcap: scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None: scores = torch.cat([scores, sinks.to(q.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :k.shape[-2]].to(q.dtype) @ v
 
 def _attend_rectangle(
     q:torch.Tensor, read:Read, # q is [R, H, D]
     meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
+    sinks:torch.Tensor|None=None, chunk:int|None=None,
 )->torch.Tensor: # [R, H, D]
     "One query a request, all requests at once"
     _, slots, lens = meta.scratch['decode']
@@ -234,9 +257,11 @@ def _attend_rectangle(
     k, v = (x.transpose(1, 2) for x in read(slots))                               # [R, K, L, D]
     def visible():
         j = torch.arange(L, device=q.device)
-        return ((j < lens) & (j >= lens - (window or L)))[:, None, None]
-    mask = _mask(meta, ('decode', window), visible)
-    return _sdpa(q.view(R, k.shape[1], -1, D), k, v, mask, scaling, softcap).reshape(R, H, D)
+        first = (lens - 1) // chunk * chunk if chunk else lens - (window or L)
+        return ((j < lens) & (j >= first))[:, None, None]
+    mask = _mask(meta, ('decode', window, chunk), visible)
+    sinks = None if sinks is None else sinks.view(k.shape[1], -1, 1)
+    return _sdpa(q.view(R, k.shape[1], -1, D), k, v, mask, scaling, softcap, sinks).reshape(R, H, -1)
 
 # %% ../nbs/18_paged_attention.ipynb #37636156
 QUERIES = 256    # of a prompt, that share a mask
@@ -246,20 +271,22 @@ def attend_chunk(
     read:Read,          # what is in some slots
     slots:torch.Tensor, # [L] of the request's keys, the last n those of its queries
     meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
+    sinks:torch.Tensor|None=None, chunk:int|None=None,
 )->torch.Tensor:        # [n, H, D]
     "The last n tokens of one request"
     (n, H, D), L = q.shape, len(slots)
-    whole = n == L and not window and not softcap
+    whole = n == L and not window and not softcap and sinks is None and not chunk
     if n > QUERIES and not whole:
         pieces = [(q[i:i+QUERIES], slots[:L - n + i + QUERIES]) for i in range(0, n, QUERIES)]
-        return torch.cat([attend_chunk(x, read, s, meta, scaling, window, softcap) for x, s in pieces])
+        return torch.cat([attend_chunk(x, read, s, meta, scaling, window, softcap, sinks, chunk) for x, s in pieces])
     k, v = (x.transpose(0, 1) for x in read(slots))                              # [K, L, D]
     k, v = (x.repeat_interleave(H // len(x), 0) for x in (k, v))
-    make = lambda: causal(n, L, window, q.device)
+    make = lambda: causal(n, L, window, q.device, chunk)
     large = n * L > 1 << 16                                                      # such a mask is not kept
-    mask = None if whole else make() if large else _mask(meta, ('prefill', n, L, window), make)
+    mask = None if whole else make() if large else _mask(meta, ('prefill', n, L, window, chunk), make)
+    sinks = None if sinks is None else sinks.view(-1, 1, 1)
     kw = dict(is_causal=True) if whole else {}
-    return _sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scaling, softcap, **kw)[0].transpose(0, 1)
+    return _sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scaling, softcap, sinks, **kw)[0].transpose(0, 1)
 
 # %% ../nbs/18_paged_attention.ipynb #7dbf857d
 class Chunk(NamedTuple):
@@ -275,6 +302,8 @@ def chunks_of(meta:AttnMeta, requests:Sequence[int], block_size:int)->list[Chunk
 
 class TorchBackend(PagedKV):
     "Attends with torch's `scaled_dot_product_attention`"
+    can = frozenset(('sinks', 'chunks', 'latents', 'values'))    # of `KVShape.wants`
+
     def prepare(self, meta:AttnMeta)->None:
         "Work out, once for all layers, what is read"
         meta.backend = self
@@ -287,9 +316,12 @@ class TorchBackend(PagedKV):
         layer:int,
         q:torch.Tensor,       # [T, H, D], packed queries; their keys and values are written already
         meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
-    )->torch.Tensor:          # [T, H, D]
+        sinks:torch.Tensor|None=None, # [H] float32
+        chunk:int|None=None,
+    )->torch.Tensor:          # [T, H, D of the values]
         "Attention of a packed step over this backend's blocks"
-        out, read, how = torch.empty_like(q), partial(self.read, layer), (meta, scaling, window, softcap)
+        read, how = partial(self.read, layer), (meta, scaling, window, softcap, sinks, chunk)
+        out = q.new_empty(*q.shape[:2], self.shape.value_dim or q.shape[2])
         if 'decode' in meta.scratch:
             rows = meta.scratch['decode'].rows
             out[rows] = _attend_rectangle(q[rows], read, *how)
@@ -299,7 +331,8 @@ class TorchBackend(PagedKV):
 # %% ../nbs/18_paged_attention.ipynb #a967a441
 @runtime_checkable
 class Backend(Protocol):
-    "What a model's runner asks of a backend; if it can replay decode steps, `graphs(most, max_blocks)` besides"
+    """What a model's runner asks of a backend; if it can replay decode steps, `graphs(most, max_blocks)` besides;
+    if it says in `can` that it knows of them, `attend` is given `sinks` and `chunk` where a layer has some"""
     shape:KVShape
     def __init__(self, shape:KVShape): ...                       # ValueError with the sentence of `fits`
     @classmethod
@@ -314,23 +347,53 @@ class Backend(Protocol):
     def swap_in(self, pairs:list[tuple[int, int]])->None: ...
 
 # %% ../nbs/18_paged_attention.ipynb #0943c64b
+@dataclass
+class StepHolder:
+    "Where the layers of a twin look for the step that they are in"
+    meta:AttnMeta|None = None
+    positions:torch.Tensor|None = None   # [T]
+
+class Seat(NamedTuple):
+    "What an attention module of a twin knows"
+    index:int          # of the layer
+    layer:AttnLayer
+    step:StepHolder
+
+def take_seats(
+    twin:Any,               # a model with attention 'cbatch'
+    layers:list[AttnLayer], # what was asked of it
+)->StepHolder:              # to be filled before each call
+    "Tell each attention module of a twin who it is"
+    keep_latents(twin)
+    step = StepHolder()
+    for i, layer in enumerate(layers): twin.get_submodule(layer.name).cbatch_seat = Seat(i, layer, step)
+    return step
+
+# %% ../nbs/18_paged_attention.ipynb #be6d0f52
 def cbatch_attention(
     module:Any, # the model's attention layer
     query:torch.Tensor, key:torch.Tensor, value:torch.Tensor, # [1, heads, T, D]
-    attention_mask:torch.Tensor|None=None, scaling:float|None=None, dropout:float=0.,
-    cbatch:AttnMeta|None=None, # of the step
-    sliding_window:int|None=None, softcap:float|None=None, **kwargs,
+    attention_mask:torch.Tensor|None=None, scaling:float|None=None, dropout:float=0., sliding_window:int|None=None,
+    softcap:float|None=None, s_aux:torch.Tensor|None=None, # [H], sinks
+    **kwargs,
 )->tuple[torch.Tensor, None]: # [1, T, H, D], and no weights
     "transformers' attention interface over paged KV"
-    if cbatch is None or (be := cbatch.backend) is None:
+    seat:Seat|None = getattr(module, 'cbatch_seat', None)
+    if seat is None or (meta := seat.step.meta) is None or (be := meta.backend) is None:
         raise ValueError("attention 'cbatch' needs the step's metadata: call the model through cbatch's runner")
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} brings a mask of its own, which cbatch does not know")
     check_asked(module, kwargs)
+    i, layer, step = seat
+    scaling = query.shape[-1] ** -.5 if scaling is None else scaling
+    if layer.by_row: query = by_position(module, query, step.positions)
+    if layer.latent: query = to_latents(module, query)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    be.write(module.layer_idx, k, v, cbatch)
-    scaling = q.shape[-1] ** -.5 if scaling is None else scaling
-    return be.attend(module.layer_idx, q, cbatch, scaling, sliding_window, softcap)[None], None
+    if layer.shares is None: be.write(i, k, v, meta)
+    more = dict[str, Any](chunk=layer.chunk) if layer.chunk else {}
+    if s_aux is not None: more['sinks'] = s_aux.float()
+    out = be.attend(i, q, meta, scaling, layer.window, softcap, **more)[None]
+    return (from_latents(module, out) if layer.latent else out), None
 
 def register_attention(
     opaque:bool=False, # torch.compile shall not look inside

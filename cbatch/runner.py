@@ -16,13 +16,13 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
-from .backends import best_backend, get_backend, given_up
 from .core import SCORED, Code, Padding, Plan, Request, StepOutput, failure_of, is_for_all
 from .drawing import Sampled, failed, score
 from .model import CausalLM
 from .twin import neutral, with_attention
 from .native import build_all
-from .paged_attention import AttnMeta, KVShape, register_attention
+from .other_attention import backend_for, backend_names, shape_for, slower_for
+from .paged_attention import AttnMeta, KVShape, register_attention, take_seats
 from .params import EngineConfig, ParamError
 from .ragged_batch import Batch, Moves, Wanted, pack, wanted
 from .sampler import sample
@@ -55,7 +55,7 @@ def step_bytes(
     "What a step takes on a GPU beside weights and KV, generously: activations, logits, and half a GB for CUDA itself"
     c = model.config
     inner = getattr(c, 'intermediate_size', None) or 4 * c.hidden_size
-    wide = max(c.hidden_size, inner, model.layers[0].num_heads * model.head_dim)
+    wide = max(c.hidden_size, inner, *(l.num_heads * l.head_dim for l in model.layers))
     choose = config.max_num_seqs * (1 if config.guesses == 'off' else 1 + config.max_guesses)
     rows = choose + config.max_num_seqs + SCORED     # each prompt that is scored has one at least
     logits = (choose * 48 + rows * model.dtype.itemsize) * model.vocab_size
@@ -68,7 +68,7 @@ def kv_shape(
 )->KVShape:
     "The KV that an engine keeps"
     m, c = model, config
-    return KVShape(num_blocks, c.block_size, m.num_layers, m.num_kv_heads, m.head_dim, m.dtype, m.device, c.kv_dtype)
+    return shape_for(m.layers, KVShape(num_blocks, c.block_size, 0, 0, 0, m.dtype, m.device, c.kv_dtype))
 
 def pool_blocks(
     model:CausalLM, config:EngineConfig,
@@ -130,9 +130,9 @@ class Executor:
         shape = kv_shape(model, config, num_blocks)
         check_room('num_blocks' if config.num_blocks else 'kv_cache_mb', shape.num_bytes, model.device)
         check_room('swap_mb', num_host_blocks * config.block_size * shape.token_bytes, torch.device('cpu'))
-        self.backend_name = best_backend(shape) if config.backend == 'auto' else config.backend
-        self.backend = get_backend(self.backend_name, shape)
-        if config.backend == 'auto': self._tell(given_up(shape))
+        self.backend = backend_for(config.backend, shape)
+        self.backend_name = backend_names(config.backend, shape)
+        if config.backend == 'auto': self._tell(slower_for(shape))
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
         self.max_blocks = max_blocks or num_blocks
         self.take_weights()
@@ -147,7 +147,9 @@ def take_weights(self:Executor):
         raise ValueError(f"the weights are {m.dtype} on {m.device} by now, not as they were: make a new LLM")
     self.lean = self.call = self.graphs = None         # the old goes first: it may be as large as the new
     if torch.device(m.device).type == 'cpu': self.lean = _lean(m, self.backend, c)
-    if not self.lean: self.call = with_attention(m.hf_model, 'cbatch')
+    if not self.lean:
+        self.call = with_attention(m.hf_model, 'cbatch')
+        self.step = take_seats(self.call, m.layers)
     if c.compile: self.call = torch.compile(self.call, dynamic=True)
     # a backend may know how to replay decode steps
     if make and c.cuda_graphs: self.graphs = make(c.max_num_seqs, self.max_blocks)
@@ -222,7 +224,8 @@ def logits(self:Executor,
 )->torch.Tensor:          # [S, V]
     "Logits [rows, V] of some rows of a packed step"
     if self.lean: return self.lean(input_ids, position_ids, rows, meta)
-    out = self.call(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, cbatch=meta)
+    self.step.meta, self.step.positions = meta, position_ids[0]
+    out = self.call(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
     return out.logits[0]
 
 @patch
