@@ -83,6 +83,8 @@ class Request(Asked):
     num_computed_tokens:int = 0   # tokens whose KV is written
     block_table:list[int] = field(default_factory=list)    # block ids, in order
     host_table:list[int] = field(default_factory=list)     # host block ids, while it is swapped out
+    slot:int|None = None          # where its states are, for a model that keeps some, while it holds memory
+    host_slot:int|None = None     # and while it is swapped out
     block_hashes:list[bytes] = field(default_factory=list) # of its full blocks, as far as they were asked for
     num_committed_blocks:int = 0  # leading blocks that others can find
     status:Status = Status.WAITING
@@ -176,6 +178,7 @@ class Why(str, Enum):
     BUDGET = 'budget'                          # no tokens are left for it in this step
     BATCH_FULL = 'batch full'
     BLOCKS = '{n} block{s} short'
+    SLOTS = 'no slot for its states'
     MEMORY = 'memory ran short'                # somebody was preempted in this step: nobody joins
     PREFIX = '{of} computes {n} of its tokens' # they will be in the cache
     FORK = '{of} computes the prompt'          # which they will share
@@ -234,6 +237,8 @@ class Plan:
     swap_out:list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     swap_in:list[tuple[int, int]] = field(default_factory=list)   # (host block, block)
     copies:list[tuple[int, int]] = field(default_factory=list)    # (from block, to block)
+    states_out:list[tuple[int, int]] = field(default_factory=list)  # (slot, host slot)
+    states_in:list[tuple[int, int]] = field(default_factory=list)   # (host slot, slot)
     blocks:dict[str, list[int]] = field(default_factory=dict)     # request_id -> blocks it got; if admitted, all it has
     found:dict[str, int] = field(default_factory=dict)            # request_id -> tokens that it had when admitted
     lent:dict[Request, list[int]] = field(default_factory=dict)   # first token of each block that its guesses got

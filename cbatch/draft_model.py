@@ -72,6 +72,7 @@ def begin(self:DraftModel, model:Any):
     if why := _misfit(self.model, model):
         raise ParamError('guesses', f"guesses: {self.model.name} can't guess for {model.name}: {why}; take a smaller "
                                     "model of the same family")
+    if self.model.mixers: raise ParamError('guesses', f"guesses: {self.model.name} keeps states, and so can't guess")
     self.least, self.most = min(self.least, model.vocab_size), max(self.most, model.vocab_size)
 
 @patch

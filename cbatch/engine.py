@@ -85,21 +85,20 @@ def _longest(self:Engine)->int:
 @patch
 def _runner(self:Engine)->ModelRunner:
     longest = -(-self.max_model_len // self.config.block_size)
-    executor = Executor(self.model, self.config, self.num_blocks, longest, self.num_host_blocks)
-    return ModelRunner(executor, Sampler(self.model.eos_ids))
+    e = Executor(self.model, self.config, self.num_blocks, longest, self.num_host_blocks)
+    return ModelRunner(e, Sampler(self.model.eos_ids))
 
 @patch
 def _trace(self:Engine)->Trace:
     c, n = self.config, 10_000 if self.config.trace is True else int(self.config.trace)
-    name = self.scheduler.policy.name
-    return Trace(c.max_num_seqs, c.max_num_batched_tokens, c.block_size, self.num_blocks, name, maxlen=n)
+    sizes = c.max_num_seqs, c.max_num_batched_tokens, c.block_size, self.num_blocks
+    return Trace(*sizes, self.scheduler.policy.name, maxlen=n)
 
 @patch
 def _scheduler(self:Engine, policy, guesses:Guesses|None)->Scheduler:
-    blocks = PrefixBlocks(self.num_blocks, self.config.block_size, self.config.prefix_caching)
-    s = Scheduler(self.config, blocks, policy, get_preemptor(self.config, self.num_host_blocks))
-    s.guesses = guesses
-    return s
+    c, slots = self.config, self.config.max_num_seqs if getattr(self.model, 'mixers', None) else 0
+    blocks = PrefixBlocks(self.num_blocks, c.block_size, c.prefix_caching, slots)
+    return Scheduler(c, blocks, policy, get_preemptor(c, self.num_host_blocks, slots), guesses)
 
 # %% ../nbs/44_engine.ipynb #98942c0e
 @patch
@@ -248,6 +247,7 @@ def _try(self:Engine, plan:Plan)->tuple[Plan, StepOutput]: # the plan as far as 
 def _void(self:Engine, plan:Plan, moved:bool):
     "A step will not happen; whose time is over hears of it all the same"
     plan = replace(self.scheduler.undo(plan, moved), scheduled=[])
+    if states := getattr(self.runner, 'states', None): self.scheduler.recover(states.stamps)
     if self.trace: self.trace.failed(plan)
     self._tell(self._reports(plan, StepOutput(), self.clock())[0])
 
@@ -363,9 +363,7 @@ def turn(self:Engine)->float|None: # s to sleep: 0 after a step, inf if only oth
 
 # %% ../nbs/44_engine.ipynb #6bdd6729
 @patch
-def take(self:Engine)->list[RequestOutput]:
-    "Reports that nobody has taken yet"
-    return self.outbox.take()
+def take(self:Engine)->list[RequestOutput]: return self.outbox.take()       # reports that nobody has taken yet
 
 @patch
 def step(self:Engine)->list[RequestOutput]: # one per request that has news
@@ -382,6 +380,7 @@ def check(self:Engine):
     assert known == set(self.requests), "scheduler and engine disagree about who is here"
     grouped = {a.request.request_id for g in self.groups.values() for a in g if not a.done}
     assert known == grouped, "a request has no group"
+    if states := getattr(self.runner, 'states', None): states.check(self.scheduler.running)
     assert not any(a.done for a in self.requests.values()), "somebody who has ended is still here"
 
 @patch

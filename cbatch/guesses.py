@@ -285,5 +285,8 @@ def get_guesses(
     if g == 'lookup': g = Lookup()
     if not isinstance(g, Guesser): raise ParamError('guesses', f"guesses={g!r:.80}: must be off, lookup, or a Guesser")
     if model is None: return None
+    if getattr(model, 'mixers', None):
+        why = f"{model.name} keeps states, which a guess that does not hold would have changed"
+        raise ParamError('guesses', f"guesses={getattr(g, 'name', g)}: {why}: leave it off")
     g.begin(model)
     return Guesses(g, config.max_guesses, config.guess_when, model.vocab_size)

@@ -83,8 +83,10 @@ class BlockManager:
     def __init__(self,
         num_blocks:int, # size of the pool
         block_size:int, # tokens per block
+        num_slots:int=0, # for models with states: one for each who holds memory; 0: none are needed
     ):
         self.pool, self.block_size = BlockAllocator(num_blocks, block_size), block_size
+        self.slots = BlockAllocator(num_slots, 1) if num_slots else None
         self.num_asked, self.num_hit = 0, 0    # prompt tokens of those that joined, and of them those found
 
     @property
@@ -120,9 +122,22 @@ def num_idle(self:BlockManager, most:int)->int:
     "How many of the next `most` free blocks hold nothing that somebody could find"
     return min(most, self.num_free_blocks)
 
+# %% ../nbs/17_kv_blocks.ipynb #9719ffeb
+@patch
+def seat(self:BlockManager, request:Request):
+    "Give `request` a slot for its states, if the model keeps some"
+    if self.slots: request.slot, = self.slots.allocate(1)
+
+@patch
+def no_seat(self:BlockManager, request:Request)->bool:
+    "Is there no slot for `request`, which needs one?"
+    return bool(self.slots and request.slot is None and not self.slots.num_free_blocks)
+
 @patch
 def release(self:BlockManager, request:Request):
-    "Take back all blocks of `request`; once or ten times is the same"
+    "Take back all blocks of `request`, and its slot; once or ten times is the same"
+    if self.slots and request.slot: self.slots.free([request.slot])
+    request.slot = None
     self.pool.free(reversed(request.block_table))  # tail first: the head of a prompt is worth keeping longest
     request.block_table.clear()
     request.num_committed_blocks = 0
@@ -131,6 +146,8 @@ def release(self:BlockManager, request:Request):
 def check(self:BlockManager, requests:list[Request]):
     "Assert that `requests` (all that live) hold exactly the blocks that are not free, and enough of them"
     self.pool.check([r.block_table for r in requests])
+    if self.slots: self.slots.check([[r.slot] if r.slot else [] for r in requests])
+    assert all(bool(r.slot) == bool(self.slots) for r in requests), "somebody holds memory without a slot"
     for r in requests:
         assert r.num_computed_tokens <= len(r.block_table) * self.block_size, f"{r.request_id}: tokens without a block"
 

@@ -109,13 +109,21 @@ def _guessing(self:LLM)->str:
     return f"{g.guesser.name}, at most {g.most} tokens" if g else ''
 
 @patch
+def _kept(self:LLM)->str:
+    "Room for states, if the model keeps some"
+    n, size = self.config.max_num_seqs, self.model.state_bytes
+    return f"; states of {n} requests, {size / 1e6:,.2f} MB each" if size else ''
+
+# %% ../nbs/45_llm.ipynb #e52d3f24
+@patch
 def __repr__(self:LLM)->str:
     if self.model is None: return 'LLM(closed)'
     c, room = self.config, self.num_blocks * self.config.block_size
     pool = f"{self.num_blocks:,} blocks x {c.block_size} = {room:,} tokens, {self.kv_bytes / 1e6:,.1f} MB{_codes(c)}"
     who = f"policy {self.scheduler.policy.name}" + (f", guesses by {g}" if (g := self._guessing()) else '')
     return (f"LLM({self._way()}, {who}; "
-            f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; KV pool {pool})")
+            f"at most {c.max_num_seqs} requests and {c.max_num_batched_tokens} tokens a step; "
+            f"KV pool {pool}{self._kept()})")
 
 @patch
 def _repr_html_(self:LLM)->str:
@@ -125,7 +133,7 @@ def _repr_html_(self:LLM)->str:
     steps, use = f"{now['num_steps']:,} steps, {now['num_sampled_tokens']:,} tokens", f"{now['slot_utilisation']:.0%}"
     rows = {'model': self._way(), 'policy': self.scheduler.policy.name,
             'batch': f'{c.max_num_seqs} requests, {c.max_num_batched_tokens:,} tokens',
-            'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free',
+            'KV pool': f'{pool}; {self.num_free_blocks:,} blocks free{self._kept()}',
             'now': f"{now['num_running']} running, {now['num_waiting']} waiting",
             'so far': f'{steps}, slot utilisation {use}'}
     if g := self._guessing():

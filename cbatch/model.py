@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 from fastcore.basics import patch
 from transformers import (AutoConfig, AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel,
     PreTrainedTokenizerBase, PreTrainedTokenizerFast)
-from .probe import AttnLayer, probe
+from .mixers import Mixer
+from .probe import AttnLayer, keeping, probe
 from .twin import neutral, quiet, seeded
 
 
@@ -50,10 +51,13 @@ class CausalLM:
         return frozenset()
 
 # %% ../nbs/05_model.ipynb #5f24ead5
+_ENDLESS = 1 << 20     # positions of a model that counts none
+
 @patch(as_prop=True)
 def max_len(self:CausalLM)->int:
     "Positions that a request may use"
-    rope, n = getattr(self.config, 'rope_parameters', None) or {}, self.config.max_position_embeddings
+    rope = getattr(self.config, 'rope_parameters', None) or {}
+    n = getattr(self.config, 'max_position_embeddings', None) or _ENDLESS
     return min(n, rope.get('original_max_position_embeddings') or n) if rope.get('rope_type') == 'longrope' else n
 
 @patch(as_prop=True)
@@ -83,7 +87,7 @@ _LATENT = dict(kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=8, v_head_dim=1
                first_k_dense_replace=1)
 _GEMMA = dict(num_hidden_layers=6, layer_types=['sliding_attention', 'sliding_attention', 'full_attention'] * 2,
               num_kv_shared_layers=3, hidden_size_per_layer_input=16, vocab_size_per_layer_input=258, sliding_window=8)
-_SPECIAL:dict[str, dict[str, Any]] = {
+_KINDS:dict[str, dict[str, Any]] = {
     **dict.fromkeys('deepseek_v3 minicpm3 youtu glm4_moe_lite axk1'.split(), _LATENT),
     'deepseek_v2': _LATENT | dict(q_lora_rank=None),
     'longcat_flash': _LATENT | dict(zero_expert_num=2, num_layers=2, head_dim=8, ffn_hidden_size=96, expert_ffn_hidden_size=32,
@@ -106,6 +110,27 @@ _SMALL = dict(
     query_pre_attn_scalar=8, logit_scale=1., embedding_multiplier=2., attention_multiplier=.2, residual_multiplier=.7,
     logits_scaling=2.)
 
+# %% ../nbs/05_model.ipynb #03987c45
+_MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
+_DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+              num_hidden_layers=4, shared_expert_intermediate_size=32)
+_CONV = ['conv', 'full_attention', 'conv']
+_LINEAR = ['linear_attention', 'full_attention', 'linear_attention']
+_SPECIAL = _KINDS | dict(
+    qwen3_next=_DELTA, qwen3_5_text=_DELTA, qwen3_5_moe_text=_DELTA,
+    olmo_hybrid=_DELTA | dict(linear_num_key_heads=4, layer_types=['linear_attention', 'full_attention'] * 2),
+    kimi_linear=dict(layer_types=['linear_attention', 'linear_attention', 'full_attention'], kv_lora_rank=16,
+        qk_rope_head_dim=8, v_head_dim=24, qk_nope_head_dim=16, linear_head_dim=16, linear_num_heads=4,
+        num_key_value_heads=4),
+    granitemoehybrid=_MAMBA2 | dict(layer_types=_LINEAR, shared_intermediate_size=32),
+    bamba=_MAMBA2 | dict(attn_layer_indices=[1]), falcon_h1=_MAMBA2 | dict(mamba_d_ssm=128),
+    mamba2=dict(num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=8),
+    mamba=dict(state_size=8), falcon_mamba=dict(state_size=8),
+    jamba=dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8),
+    lfm2=dict(layer_types=_CONV), lfm2_moe=dict(layer_types=_CONV, num_dense_layers=1),
+    minimax=dict(layer_types=_LINEAR, block_size=8))
+
+# %% ../nbs/05_model.ipynb #a0dc8412
 def small_config(
     arch:str, # transformers' name of an architecture
     **config, # overrides
@@ -119,8 +144,8 @@ def small_config(
     small |= dict(bos_token_id=None, eos_token_id=256, pad_token_id=257)
     if getattr(usual, 'sliding_window', None): small['sliding_window'] = 16
     if getattr(usual, 'attn_logit_softcapping', None): small['attn_logit_softcapping'] = 5.
-    small |= _SPECIAL.get(arch, {})
     kinds = ['sliding_attention', 'full_attention']
+    small |= _SPECIAL.get(arch, {})
     if set(getattr(usual, 'layer_types', None) or ()) == {*kinds} and 'layer_types' not in small:
         small['layer_types'] = [kinds[i % 2] for i in range((small | config).get('num_hidden_layers', 3))]
     return cls(**small | config)
@@ -139,35 +164,48 @@ def tiny_lm(
 
 # %% ../nbs/05_model.ipynb #cd45b1ef
 _asked:WeakKeyDictionary[PreTrainedModel, list[AttnLayer]] = WeakKeyDictionary()
+_mixers:WeakKeyDictionary[PreTrainedModel, list[Mixer]] = WeakKeyDictionary()
+
+@patch(as_prop=True)
+def mixers(self:CausalLM)->list[Mixer]:
+    "Its layers that keep a state for each request; none for most models"
+    if self.hf_model not in _mixers: _mixers[self.hf_model] = keeping(self.hf_model)
+    return _mixers[self.hf_model]
 
 @patch(as_prop=True)
 def layers(self:CausalLM)->list[AttnLayer]:
     "An `AttnLayer` for each layer; the model is asked once"
-    if self.hf_model not in _asked: _asked[self.hf_model] = probe(self.hf_model)
+    if self.hf_model not in _asked: _asked[self.hf_model] = probe(self.hf_model, self.mixers)
     return _asked[self.hf_model]
 
 # %% ../nbs/05_model.ipynb #82ebd527
 @patch(as_prop=True)
 def num_layers(self:CausalLM)->int: return len(self.layers)
 @patch(as_prop=True)
-def num_kv_heads(self:CausalLM)->int: return self.layers[0].num_kv_heads
+def num_kv_heads(self:CausalLM)->int: return self.layers[0].num_kv_heads if self.layers else 1
 @patch(as_prop=True)
-def head_dim(self:CausalLM)->int: return self.layers[0].head_dim
+def head_dim(self:CausalLM)->int: return self.layers[0].head_dim if self.layers else 1
 @patch(as_prop=True)
 def kv_bytes_per_token(self:CausalLM)->int:
     "Bytes of one token's keys and values over all layers that keep some, in the model's dtype"
     return sum(l.kept for l in self.layers) * self.dtype.itemsize
+
+@patch(as_prop=True)
+def state_bytes(self:CausalLM)->int:
+    "Bytes of one request's states, however long it is"
+    return sum(m.num_bytes for m in self.mixers)
 
 # %% ../nbs/05_model.ipynb #991355f3
 @patch
 def _repr_html_(self:CausalLM)->str:
     kept = {c.q.data_ptr(): c.shape for m in self.hf_model.modules() if (c := getattr(m, 'codes', None))}
     params = sum(p.numel() for p in self.hf_model.parameters()) + sum(rows * per for rows, per in kept.values())
-    layer, kind = self.layers[0], str(self.dtype)[6:] + ' on codes' * bool(kept)
+    heads, kind = self.layers[0].num_heads if self.layers else 0, str(self.dtype)[6:] + ' on codes' * bool(kept)
     rows = {'architecture': type(self.hf_model).__name__, 'parameters': f'{params / 1e6:.1f} M, {kind}',
-            'layers': self.num_layers, 'heads / KV heads': f'{layer.num_heads} / {layer.num_kv_heads}',
+            'layers': self.num_layers, 'heads / KV heads': f'{heads} / {self.num_kv_heads}',
             'head dim': self.head_dim, 'vocabulary': f'{self.vocab_size:,}', 'positions': f'{self.max_len:,}',
             'KV per token': f'{self.kv_bytes_per_token:,} bytes'}
+    if self.mixers: rows['state per request'] = f'{self.state_bytes:,} bytes, of {len(self.mixers)} layers'
     cells = ''.join(f'<tr><td>{k}</td><td>{v}</td></tr>' for k, v in rows.items())
     return f'<table><thead><tr><th colspan="2">{html.escape(self.name)}</th></tr></thead><tbody>{cells}</tbody></table>'
 

@@ -60,15 +60,20 @@ class Swap(Preempt):
     def __init__(self,
         num_host_blocks:int, # blocks of the host pool
         victim:str|Callable[[Request], Any]='youngest', force:int|dict[str, int]|None=None, # as in `Preempt`
+        num_slots:int=0,     # host slots, for models with states
     ):
         super().__init__(victim, force)
-        self.host = BlockAllocator(num_host_blocks, 1)
+        self.host, self.slots = BlockAllocator(num_host_blocks, 1), BlockAllocator(num_slots, 1) if num_slots else None
 
     def preempt(self, s:Roster, r:Request, plan:Plan):
         "Take the memory of `r`, and keep what it holds if the host has room"
         n = cdiv(r.num_computed_tokens, s.blocks.block_size)
-        if not n or n > self.host.num_free_blocks: return super().preempt(s, r, plan)
+        full = n > self.host.num_free_blocks or (self.slots and not self.slots.num_free_blocks)
+        if not n or full: return super().preempt(s, r, plan)
         r.host_table = self.host.allocate(n)
+        if self.slots and r.slot:
+            r.host_slot, = self.slots.allocate(1)
+            plan.states_out.append((r.slot, r.host_slot))
         plan.swap_out += zip(r.block_table[:n], r.host_table)
         s.blocks.release(r)
 
@@ -79,15 +84,20 @@ def resume(self:Swap, s:Roster, r:Request, plan:Plan):
     if not r.host_table: return
     s.blocks.grow(r, len(r.host_table) * s.blocks.block_size)
     plan.swap_in += zip(r.host_table, r.block_table)
+    if r.host_slot and r.slot: plan.states_in.append((r.host_slot, r.slot))
+    self._free(r)
+
+@patch
+def _free(self:Swap, r:Request):
     self.host.free(r.host_table)
-    r.host_table = []
+    if self.slots and r.host_slot: self.slots.free([r.host_slot])
+    r.host_table, r.host_slot = [], None
 
 @patch
 def forget(self:Swap, r:Request):
     "What the host keeps of `r` is not needed, or void"
     if not r.host_table: return
-    self.host.free(r.host_table)
-    r.host_table = []
+    self._free(r)
     r.num_recomputed_tokens += r.num_computed_tokens
     r.num_computed_tokens = 0
 
@@ -95,7 +105,8 @@ def forget(self:Swap, r:Request):
 def get_preemptor(
     config:EngineConfig,
     num_host_blocks:int,# what the host pool would hold
+    num_slots:int=0,    # for models with states: those that the host has
 )->Preempt:
     "The preemptor that a configuration asks for"
-    if config.preemption == 'swap': return Swap(num_host_blocks, config.victim, config.force_preempt)
+    if config.preemption == 'swap': return Swap(num_host_blocks, config.victim, config.force_preempt, num_slots)
     return Preempt(config.victim, config.force_preempt)

@@ -84,9 +84,10 @@ class PrefixBlocks(BlockManager):
     pool:CachingAllocator
     def __init__(self, num_blocks:int, block_size:int,
         caching:bool=True, # find and leave blocks by name; forks share in any case
+        num_slots:int=0,   # for models with states, where nothing can be shared: blocks are of no use without them
     ):
-        super().__init__(num_blocks, block_size)
-        self.pool, self.caching = CachingAllocator(num_blocks, block_size), caching
+        super().__init__(num_blocks, block_size, num_slots)
+        self.pool, self.caching = CachingAllocator(num_blocks, block_size), caching and not num_slots
         self.pending:dict[bytes, Request] = {}  # name of a block that is being computed -> the request that computes it
 
     def names(self, r:Request, n:int)->list[bytes]:
@@ -101,7 +102,7 @@ class PrefixBlocks(BlockManager):
 def find(self:PrefixBlocks, request:Request)->Found:
     "Blocks that hold the beginning of a waiting request's tokens"
     if request.host_table: return Found()                         # the host has more of it
-    if request.fork_of and (found := self._find_fork(request)): return found
+    if request.fork_of and not self.slots and (found := self._find_fork(request)): return found
     if not self.caching or not request.use_cache: return Found()
     ids, names = [], self.names(request, (request.num_tokens - 1) // self.block_size)
     for name in names:

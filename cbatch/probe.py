@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HARMLESS', 'CannotServe', 'refuse', 'AttnLayer', 'check_asked', 'keep_latents', 'to_latents', 'from_latents',
-           'by_position', 'probe', 'rehearse']
+           'by_position', 'keeping', 'probe', 'rehearse']
 
 # %% ../nbs/04_probe.ipynb #35d27e3e
 import torch
@@ -15,6 +15,7 @@ from typing import Any
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache,
     PreTrainedConfig, PreTrainedModel)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from .mixers import Mixer, Unfit, bound, mixers, remembers
 from .twin import making, neutral, with_attention
 
 # %% ../nbs/04_probe.ipynb #49caf3cc
@@ -22,6 +23,7 @@ class CannotServe(ValueError):
     "The model wants something that packed requests and a paged cache do not give"
 
 _RUN = 'full_attention', 'sliding_attention', 'chunked_attention'   # types of layers
+_UNEVEN = 'zamba2', 'nemotron_h'   # their chunks hold time steps to a least value, their single steps do not
 
 def refuse(
     config:PreTrainedConfig,
@@ -31,9 +33,11 @@ def refuse(
     known:Mapping[type, Any] = MODEL_FOR_CAUSAL_LM_MAPPING
     if cls is None and type(config) in known: cls = known[type(config)]
     odd = set(getattr(config.get_text_config(), 'layer_types', None) or ()) - set(_RUN)
+    states = cls is not None and remembers(config, cls)
     if getattr(config, 'is_encoder_decoder', False): why = "it is an encoder-decoder; only decoder-only models are run"
     elif cls is None: why = "transformers has no causal language model of this type"
-    elif getattr(cls, '_is_stateful', False): why = "it keeps a recurrent state, which no paged KV cache holds"
+    elif config.model_type in _UNEVEN: why = "its layers take other time steps for one token than for many"
+    elif states: return                  # then the model itself says which layers keep what
     elif odd: why = f"it has layers of type {', '.join(sorted(odd))}; {', '.join(_RUN)} are run"
     else: return
     raise CannotServe(f"{config.model_type}: can't be run, because {why}")
@@ -172,11 +176,19 @@ def _silent_attention(
 # %% ../nbs/04_probe.ipynb #e6738da3
 _ELSEWHERE = "its attention does not go through transformers' attention interface, so it can't be given another one"
 
-def _check_answers(hf_model:PreTrainedModel, asked:list[AttnLayer], logits:torch.Tensor):
+def _silence(module:torch.nn.Module, m:Mixer):
+    "Let a mixer answer with zeros"
+    def silent(*args, **kwargs):
+        zeros = torch.zeros_like(bound(module, args, kwargs)['hidden_states'])
+        return zeros if m.bare else (zeros, None)
+    module.forward = silent
+
+def _check_answers(hf_model:PreTrainedModel, asked:list[AttnLayer], logits:torch.Tensor, states:bool):
     "Raise for what no single layer can tell"
     n = hf_model.config.get_text_config().num_hidden_layers
     kept = [getattr(c, 'sliding_window', None) for c in DynamicCache(config=hf_model.config).layers]
-    if not asked: raise CannotServe(_ELSEWHERE)
+    if states: n, kept = len(asked), []         # some of its layers keep states instead
+    elif not asked: raise CannotServe(_ELSEWHERE)
     if len(asked) != n: raise CannotServe(f"{len(asked)} of its {n} layers attend")
     if any(k != (l.window or l.chunk) for k, l in zip(kept, asked) if l.shares is None):
         raise CannotServe("transformers' cache keeps another window than its layers attend to")
@@ -184,10 +196,16 @@ def _check_answers(hf_model:PreTrainedModel, asked:list[AttnLayer], logits:torch
     if not _alike(*logits): raise CannotServe("its logits depend on more than attention, a token and its position")
 
 # %% ../nbs/04_probe.ipynb #e40dfed9
+def keeping(hf_model:PreTrainedModel)->list[Mixer]:
+    "The model's layers that keep states; `CannotServe` if one can't be cut as packed rows must be"
+    try: return mixers(hf_model)
+    except Unfit as e: raise CannotServe(f"{hf_model.config.model_type}: can't be run, because {e}") from e
+
 @neutral
 @torch.no_grad()
 def probe(
     hf_model:PreTrainedModel, # with weights or on the meta device
+    states:list[Mixer]|None=None, # its layers that keep states; None: ask it
 )->list[AttnLayer]:
     "Ask a model what its layers want of attention; `CannotServe` says what it wants that we don't have"
     AttentionInterface.register('cbatch_probe', _silent_attention)
@@ -195,14 +213,16 @@ def probe(
     device = next(hf_model.parameters()).device
     rows = lambda x: torch.tensor(x, device=device)
     asked, twin = _Asked(rows(_POSITIONS)), with_attention(hf_model, 'cbatch_probe')
+    states = keeping(hf_model) if states is None else states
     keep_latents(twin)
     for name, m in twin.named_modules(): m.cbatch_name, m.cbatch_asked = name, asked   # type: ignore[assignment]
+    for mixer in states: _silence(twin.get_submodule(mixer.name), mixer)
     # without numbers a mask must be given: to make one, transformers looks at the positions
     more = dict(attention_mask=torch.ones(1, len(_ROWS), device=device)) if device.type == 'meta' else {}
     try:
         out = _run(twin, input_ids=rows([_ROWS]), position_ids=rows([_POSITIONS]), use_cache=False,
                    logits_to_keep=rows([1, 3]), **more)
-        _check_answers(hf_model, asked.layers, out.logits[0])
+        _check_answers(hf_model, asked.layers, out.logits[0], bool(states))
     except CannotServe as e: raise CannotServe(f"{hf_model.config.model_type}: can't be run, because {e}") from None
     return asked.layers
 

@@ -43,6 +43,8 @@ class Moves(NamedTuple):
     swap_out:Pairs   # (block, host block)
     swap_in:Pairs    # (host block, block)
     copies:Pairs     # (from block, to block)
+    states_out:Pairs # (slot, host slot)
+    states_in:Pairs  # (host slot, slot)
 
 @dataclass
 class Batch:
@@ -52,6 +54,7 @@ class Batch:
     meta:AttnMeta
     logit_rows:torch.Tensor    # [S] rows of T whose logits are wanted, in the order of `wanted`
     moves:Moves
+    slots:list[int] = field(default_factory=list)  # of each packed request, if the model keeps states; 0: nobody's
 
 # %% ../nbs/21_ragged_batch.ipynb #36376772
 @dataclass
@@ -111,5 +114,8 @@ def pack(
     cuda = torch.device(device).type == 'cuda'
     def tensor(x): return torch.tensor(x, dtype=torch.long).to(device, non_blocking=cuda)
     meta = AttnMeta(rows.query_lens, rows.seq_lens, tensor(rows.table()), tensor(rows.slots), plan.num_padding)
-    moves = Moves([], [], []) if moved else Moves(plan.swap_out, plan.swap_in, plan.copies)
-    return Batch(tensor([rows.ids]), tensor([rows.positions]), meta, tensor(choose + score), moves)
+    p, slots = plan, list[int]()
+    moves = Moves(*[[]] * 5) if moved else Moves(p.swap_out, p.swap_in, p.copies, p.states_out, p.states_in)
+    if p.scheduled and p.scheduled[0].request.slot:
+        slots = [s.request.slot or 0 for s in _in_order(p)] + [0] * len(p.padding)
+    return Batch(tensor([rows.ids]), tensor([rows.positions]), meta, tensor(choose + score), moves, slots)

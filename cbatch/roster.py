@@ -178,6 +178,7 @@ def unjoin(self:Roster, r:Request, plan:Plan):
     "`r` joined in this very plan: nothing was moved for it yet, and nothing shall be"
     mine = set(r.block_table)
     plan.swap_in, plan.copies = ([p for p in pairs if p[1] not in mine] for pairs in (plan.swap_in, plan.copies))
+    plan.states_in = [p for p in plan.states_in if p[1] != r.slot]
     plan.admitted.remove(r)
     self.drop(r)
 
@@ -229,6 +230,14 @@ def idler(self:Roster, r:Request)->Request|None:
     return max((x for x in self.paused if x is not r), key=lambda x: (self.waiting.key(x), x.seq), default=None)
 
 # %% ../nbs/24_roster.ipynb #c7d2095a
+@patch
+def recover(self:Roster, stamps:list[int]):
+    "Let those start anew whose slots have read something else than they have computed"
+    for r in self.running:
+        if r.slot and r.num_computed_tokens and stamps[r.slot] != r.num_computed_tokens:
+            self.drop(r)
+            self.blocks.seat(r)
+
 @patch
 def undo(self:Roster,
     plan:Plan,   # whose step raised

@@ -27,6 +27,7 @@ from .params import EngineConfig, ParamError
 from .ragged_batch import Batch, Moves, Wanted, pack, wanted
 from .sampler import sample
 from .sampling import SamplerState
+from .states import StatePool
 
 # %% ../nbs/23_runner.ipynb #33be5bd6
 def device_bytes(device:torch.device)->float:
@@ -39,11 +40,12 @@ def check_room(
     name:str,         # of the option that asks for it
     num_bytes:float,
     device:torch.device|str,
+    what:str='a KV pool',
 ):
     "Refuse, before anything is allocated, what a device could not hold if it were empty"
     has = device_bytes(torch.device(device))
     if num_bytes > has:
-        need = f"a KV pool of {num_bytes / 1e9:,.1f} GB, and {device} has {has / 1e9:,.1f} GB in all"
+        need = f"{what} of {num_bytes / 1e9:,.1f} GB, and {device} has {has / 1e9:,.1f} GB in all"
         raise ParamError(name, f"{name}: this is {need}: lower {name}")
 
 # %% ../nbs/23_runner.ipynb #745ae88e
@@ -59,7 +61,8 @@ def step_bytes(
     choose = config.max_num_seqs * (1 if config.guesses == 'off' else 1 + config.max_guesses)
     rows = choose + config.max_num_seqs + SCORED     # each prompt that is scored has one at least
     logits = (choose * 48 + rows * model.dtype.itemsize) * model.vocab_size
-    return int(config.max_num_batched_tokens * 8 * wide * model.dtype.itemsize + logits + 5e8)
+    states = (2 * config.max_num_seqs + 1) * model.state_bytes      # slots, and what a step proposes for them
+    return int(config.max_num_batched_tokens * 8 * wide * model.dtype.itemsize + logits + states + 5e8)
 
 # %% ../nbs/23_runner.ipynb #631814db
 def kv_shape(
@@ -75,7 +78,7 @@ def pool_blocks(
 )->int: # blocks of the KV pool, the null block not counted
     "Size of the pool: as configured, else what fits the GPU, else 1 GB; never more than the batch could ever use"
     if config.num_blocks: return config.num_blocks
-    block = config.block_size * kv_shape(model, config).token_bytes
+    block = config.block_size * (kv_shape(model, config).token_bytes or 1000)   # no KV: blocks are counted all the same
     longest = -(-min(model.max_len, config.max_model_len or model.max_len) // config.block_size)
     if config.kv_cache_mb is not None: room = config.kv_cache_mb * 1e6
     elif torch.device(model.device).type == 'cuda':
@@ -94,7 +97,7 @@ def host_blocks(
     "Blocks of the pool that swapping needs in host memory"
     if config.preemption != 'swap': return 0
     if config.swap_mb is None: return num_blocks
-    return max(1, int(config.swap_mb * 1e6 // (config.block_size * kv_shape(model, config).token_bytes)))
+    return max(1, int(config.swap_mb * 1e6 // (config.block_size * (kv_shape(model, config).token_bytes or 1000))))
 
 # %% ../nbs/23_runner.ipynb #90e46587
 @dataclass
@@ -133,8 +136,11 @@ class Executor:
         self.backend = backend_for(config.backend, shape)
         self.backend_name = backend_names(config.backend, shape)
         if config.backend == 'auto': self._tell(slower_for(shape))
+        self.max_blocks, n = max_blocks or num_blocks, config.max_num_seqs
+        check_room('max_num_seqs', (n + 1) * model.state_bytes, model.device, f'{n + 1} slots for states')
+        self.states = StatePool(model.mixers, n, model.device) if model.mixers else None
         if num_host_blocks: self.backend.reserve_host(num_host_blocks)
-        self.max_blocks = max_blocks or num_blocks
+        if num_host_blocks and self.states: self.states.reserve_host(n)
         self.take_weights()
 
 # %% ../nbs/23_runner.ipynb #6ef1e4ab
@@ -150,9 +156,10 @@ def take_weights(self:Executor):
     if not self.lean:
         self.call = with_attention(m.hf_model, 'cbatch')
         self.step = take_seats(self.call, m.layers)
-    if c.compile: self.call = torch.compile(self.call, dynamic=True)
+    if self.states: self.states.attach(self.call)
+    elif c.compile: self.call = torch.compile(self.call, dynamic=True)
     # a backend may know how to replay decode steps
-    if make and c.cuda_graphs: self.graphs = make(c.max_num_seqs, self.max_blocks)
+    if make and c.cuda_graphs and not self.states: self.graphs = make(c.max_num_seqs, self.max_blocks)
     self.taken = self._versions()
 
 @patch
@@ -180,7 +187,8 @@ def _lean(model:CausalLM, backend:Any, config:EngineConfig)->Any:
 @patch(as_prop=True)
 def path(self:Executor)->str:
     "Which way the model is run"
-    more = dict(lean=self.lean, compiled=self.config.compile, graphs=self.graphs)
+    compiled = self.config.compile and not self.states
+    more = dict(lean=self.lean, compiled=compiled, graphs=self.graphs, states=self.states)
     return ', '.join([f'backend {self.backend_name}', *(k for k, on in more.items() if on)])
 
 _TOY = 10**7       # parameters: smaller models run for their answers, not for their speed
@@ -213,6 +221,7 @@ def move(self:Executor, moves:Moves):
     b = self.backend
     for do, pairs in ((b.swap_out, moves.swap_out), (b.swap_in, moves.swap_in), (b.copy_blocks, moves.copies)):
         if pairs: do(pairs)
+    if self.states: self.states.move(moves.states_out, moves.states_in)
 
 # %% ../nbs/23_runner.ipynb #57738de4
 @patch
@@ -233,6 +242,7 @@ def logits(self:Executor,
 def forward(self:Executor, batch:Batch)->torch.Tensor:
     "Logits [S, V] of the wanted rows"
     m = self.model
+    if self.states: self.states.begin(batch.slots, batch.meta)
     if not batch.input_ids.shape[1]: return torch.empty(0, m.vocab_size, dtype=m.dtype, device=m.device)
     self.backend.prepare(batch.meta)
     if self.graphs and (logits := self.graphs(batch, self.logits)) is not None: return logits
@@ -248,7 +258,7 @@ def warm_up(self:Executor, progress:Callable[[list[int]], Iterable[int]]=lambda 
     "Get ready before the first request: record decode steps, or compute once what torch compiles on first use"
     with self.there():
         if self.graphs: self.graphs.warm_up(self.logits, progress)
-        elif self.config.compile:
+        elif self.config.compile and not self.states:
             for n in progress([1, 2, 3]): self.logits(*self._nothing(n))
 
 @patch
@@ -321,7 +331,7 @@ class ModelRunner:
     "Joins executor and sampler: a Plan in, a StepOutput out"
     def __init__(self, executor:Executor, sampler:Sampler):
         self.executor, self.sampler, self.num_blocks = executor, sampler, executor.num_blocks
-        self.path = getattr(executor, 'path', '')                       # which way the model is run
+        self.path, self.states = getattr(executor, 'path', ''), getattr(executor, 'states', None)
         self.spent = dict.fromkeys(('pack', 'forward', 'sample'), 0.)   # s, over all steps
 
     @property
@@ -363,13 +373,12 @@ def finish(self:ModelRunner, plan:Plan, pending:Pending)->StepOutput:
         if is_for_all(e): raise
         _log.exception("sampling failed, each row goes alone")
         out = self._one_by_one(want, self.executor.forward(pending.batch))
+    if self.states: self.states.commit()       # the last thing: until here the step can be run again
     self._lap('sample', t)
     return out
 
 @patch
-def execute(self:ModelRunner, plan:Plan)->StepOutput:
-    "Run one step: block moves, forward pass, sampling"
-    return self.finish(plan, self.start(plan))
+def execute(self:ModelRunner, plan:Plan)->StepOutput: return self.finish(plan, self.start(plan))
 
 @patch
 def _one_by_one(self:ModelRunner, want:list[Wanted], logits:torch.Tensor)->StepOutput:

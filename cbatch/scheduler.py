@@ -57,6 +57,7 @@ class Scheduler(Roster):
         blocks:BlockManager,            # who counts the memory
         policy:Policy|None=None,        # the rules; None: `Policy`
         preemptor:Recompute|None=None,  # who gives memory back; None: `Recompute`
+        guesses:Any=None,               # who adds guesses to a plan, and learns what became of them
     ):
         self.policy = policy or Policy()
         super().__init__(config, blocks, self.policy.key, preemptor or Recompute())
@@ -65,7 +66,7 @@ class Scheduler(Roster):
         self.plan:Plan|None = None
         self.num_idle, self.num_refused, self.num_asked, self.promised = 0, 0, 0, 0
         self.trouble:BaseException|None = None         # from `on_update`: raised before the next step is planned
-        self.guesses:Any = None                        # who adds guesses to a plan, and learns what became of them
+        self.guesses = guesses
         # its answer to `close`; False: not asked yet
         self.closed:Reason|None|Literal[False] = False
         self.next_wakeup:float|None = None         # s, when time alone changes an answer
@@ -241,7 +242,7 @@ def _admit(self:Scheduler, r:Request, plan:Plan)->Reason|None:
         found = Found() if r.status is Status.PAUSED else self.blocks.find(r)
         n = self._share(r, r.num_left - found.num_tokens, plan.left)
         if not (why := self._why_not(r, n, room, found, plan)): return self._join(r, n, room, found, plan)
-        if why.why is not Why.BLOCKS or plan.copies: break           # a copy may still read what an idler holds
+        if why.why not in (Why.BLOCKS, Why.SLOTS) or plan.copies: break    # a copy may read what an idler holds
         if not (idler := self.idler(r)): break
         self.preempt(idler, plan, self.preemptor.why)
         why = None                                    # look again: it may have held what was found
@@ -266,6 +267,7 @@ def _why_not(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan)
     "Why `r` can't join with `n` tokens: blocks that others were promised are not free"
     if found.wait: return found.wait
     if not self.policy.starts(r, n): return _BUDGET
+    if self.blocks.slots and self.blocks.no_seat(r): return Reason(Why.SLOTS)
     if len(plan.scheduled) + self.num_idle < len(self.running):               # some of the batch were not asked yet
         unasked = sum(self.blocks.blocks_short(x, x.num_tokens) for x in self.running if x.turn != self.num_plans)
     else: unasked = 0
@@ -296,6 +298,7 @@ def _join(self:Scheduler, r:Request, n:int, room:int, found:Found, plan:Plan):
     if r in self.paused: del self.paused[r]
     else:
         self.blocks.claim(r, found, plan)
+        self.blocks.seat(r)
         self.preemptor.resume(self, r, plan)
     start, total = r.num_computed_tokens, r.num_tokens
     self.blocks.grow(r, max(room, start + n))

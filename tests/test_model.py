@@ -201,7 +201,7 @@ def test_no_foreign_code_and_no_pickles(tmp_path):
 
 @pytest.mark.parametrize('arch,why', [
     ('bloom', 'attention interface'), ('falcon', 'attention interface'), ('mpt', 'attention interface'),
-    ('t5', 'encoder-decoder'), ('bart', 'encoder-decoder'), ('mamba', 'recurrent state'),
+    ('t5', 'encoder-decoder'), ('bart', 'encoder-decoder'), ('nemotron_h', 'time steps'),
     ('vit', 'no causal language model'), ('llama4_text', 'chunked_attention')])
 def test_refused_by_configuration(tmp_path, arch, why):
     config = AutoConfig.for_model(arch)
