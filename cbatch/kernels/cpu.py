@@ -113,7 +113,7 @@ _Step = struct('Step', """
     const void* q; void* out; const int32* tables lens starts;
     int64 q_token q_head out_token out_head requests width heads window threads;
     float scale cap;
-    KVPool pool""", KVPool)   # a window or cap of 0: none
+    KVPool pool; const float* sinks""", KVPool)   # a window or cap of 0, sinks at null: none
 
 # %% ../../kernels/03_cpu.ipynb #6226506a
 ATTENTION_CPP += _Step.cpp + r"""
@@ -259,6 +259,7 @@ template <typename T, typename S, int R> void rows(const Step& s, const Piece& w
     auto head = [&](int i) { return w.kv * (s.heads / s.pool.kv_heads) + w.head0 + i % w.G; };
     for (int i = 0; i < R; i++)
         std::memcpy(q + i * n, (const T*)s.q + token(i) * s.q_token + head(i) * s.q_head, D * sizeof(T));
+    if (s.sinks) for (int i = 0; i < R; i++) sums[i] = {s.sinks[head(i)] * LOG2E, 1};   // a score without a value
     Tiles next = find<T>(s, w, begin, end);
     for (int64_t j = begin; j < end; j += KEYS) {
         const int keys = std::min<int64_t>(KEYS, end - j), groups = (keys + L - 1) / L;
@@ -328,6 +329,8 @@ def ready(
 # %% ../../kernels/03_cpu.ipynb #180f2fb9
 class CPUBackend(PagedKV):
     "Keeps keys in turned tiles of 16, bfloat16 in pairs; writes and attends in C++"
+    can = frozenset(('sinks',))    # of `KVShape.wants`
+
     @classmethod
     def fits(cls, shape:KVShape)->str|None:
         "Why this kernel can't keep such KV here, or None; compiles it if need be"
@@ -383,6 +386,7 @@ def attend(self:CPUBackend,
     layer:int,
     q:torch.Tensor,       # [T, H, D], packed queries; their keys and values are written already
     meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
+    sinks:torch.Tensor|None=None, # [H] float32
 )->torch.Tensor:          # [T, H, D]
     "Attention of a packed step over this backend's blocks"
     q, s = _even(q), self.shape
@@ -392,6 +396,7 @@ def attend(self:CPUBackend,
     out, tables, lens, starts = q.new_empty(q.shape), *(meta.scratch[k] for k in ('tables', 'lens', 'starts'))
     step = _Step(q.data_ptr(), out.data_ptr(), tables.data_ptr(), lens.data_ptr(), starts.data_ptr(),
                  *q.stride()[:2], *out.stride()[:2], len(lens), tables.shape[1], q.shape[1], window or 0,
-                 torch.get_num_threads(), scaling, softcap or 0., self.pools[layer])
+                 torch.get_num_threads(), scaling, softcap or 0., self.pools[layer],
+                 None if sinks is None else sinks.data_ptr())
     self._attend(ctypes.byref(step))
     return out
