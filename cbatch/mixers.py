@@ -37,7 +37,8 @@ class RowStates(cache_utils.Cache):
         held:Values|None=None, # None: nothing was computed before
     ):
         super().__init__(layers=[])
-        self.layer, self.linear = cache_utils.LinearAttentionLayer(number_of_states=_MOST), None
+        self.layer:Any = cache_utils.LinearAttentionLayer(number_of_states=_MOST)
+        self.linear:torch.Tensor|None = None
         self.layers:Any = _Anywhere(self.layer)
         for (kind, i), x in (held or {}).items(): self.put(kind, i, x)
 
@@ -69,7 +70,7 @@ def held(self:RowStates)->Values:
 class StateShape(NamedTuple):
     "One state of a mixer, for one request"
     kind:str                 # conv, recurrent or linear
-    index:int                # a mixer may have several of a kind
+    number:int               # a mixer may have several of a kind
     shape:tuple[int, ...]
     dtype:torch.dtype
 

@@ -114,8 +114,8 @@ def pack(
     cuda = torch.device(device).type == 'cuda'
     def tensor(x): return torch.tensor(x, dtype=torch.long).to(device, non_blocking=cuda)
     meta = AttnMeta(rows.query_lens, rows.seq_lens, tensor(rows.table()), tensor(rows.slots), plan.num_padding)
-    p, slots = plan, list[int]()
-    moves = Moves(*[[]] * 5) if moved else Moves(p.swap_out, p.swap_in, p.copies, p.states_out, p.states_in)
-    if p.scheduled and p.scheduled[0].request.slot:
-        slots = [s.request.slot or 0 for s in _in_order(p)] + [0] * len(p.padding)
+    a, slots = plan, list[int]()
+    moves = Moves(*[[]] * 5) if moved else Moves(a.swap_out, a.swap_in, a.copies, a.states_out, a.states_in)
+    if a.scheduled and a.scheduled[0].request.slot:
+        slots = [s.request.slot or 0 for s in _in_order(a)] + [0] * len(a.padding)
     return Batch(tensor([rows.ids]), tensor([rows.positions]), meta, tensor(choose + score), moves, slots)

@@ -231,14 +231,6 @@ def idler(self:Roster, r:Request)->Request|None:
 
 # %% ../nbs/24_roster.ipynb #c7d2095a
 @patch
-def recover(self:Roster, stamps:list[int]):
-    "Let those start anew whose slots have read something else than they have computed"
-    for r in self.running:
-        if r.slot and r.num_computed_tokens and stamps[r.slot] != r.num_computed_tokens:
-            self.drop(r)
-            self.blocks.seat(r)
-
-@patch
 def undo(self:Roster,
     plan:Plan,   # whose step raised
     moved:bool,  # had its swaps and copies been done?
@@ -267,6 +259,15 @@ def undo(self:Roster,
     scheduled = [s for s in plan.scheduled if s.request not in void]
     lent = {r: x for r, x in plan.lent.items() if r not in void}
     return replace(plan, admitted=admitted, scheduled=scheduled, blocks=blocks, found=found, lent=lent)
+
+# %% ../nbs/24_roster.ipynb #e12f5e53
+@patch
+def recover(self:Roster, stamps:list[int]):
+    "Let those start anew whose slots have read something else than they have computed"
+    for r in self.running:
+        if r.slot and r.num_computed_tokens and stamps[r.slot] != r.num_computed_tokens:
+            self.drop(r)
+            self.blocks.seat(r)
 
 # %% ../nbs/24_roster.ipynb #fbef5f05
 @patch

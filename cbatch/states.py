@@ -23,7 +23,7 @@ class StatePool:
         num_slots:int,      # to give; slot 0 is nobody's
         device:torch.device|str='cpu',
     ):
-        def pool(m): return {(s.kind, s.index): torch.zeros(num_slots + 1, *s.shape, dtype=s.dtype, device=device)
+        def pool(m): return {(s.kind, s.number): torch.zeros(num_slots + 1, *s.shape, dtype=s.dtype, device=device)
                              for s in m.states}
         self.mixers, self.pools = mixers, {m.name: pool(m) for m in mixers}
         self.stamps = [0] * (num_slots + 1)             # tokens that each slot has read
