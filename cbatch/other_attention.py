@@ -73,8 +73,13 @@ def slower_for(shape:KVShape)->str|None:
 # %% ../nbs/20_other_attention.ipynb #39affc55
 class LayeredBackend:
     "Keeps layers that are not alike: a backend for each group, the best that can"
-    def __init__(self, shape:LayeredShape, name:str='auto'):
-        self.shape, self.parts = shape, [get_backend(name, g) for g in shape.groups]
+    @classmethod
+    def fits(cls, shape:KVShape)->str|None: return None     # each part says it of its own group
+
+    def __init__(self, shape:Any, name:str='auto'):
+        self.shape:KVShape = shape
+        self.parts:list[Any] = [get_backend(name, g) for g in shape.groups]
+        self.places = shape.places
 
     def prepare(self, meta:AttnMeta)->None:
         "Let each part work out what it wants of the step"
@@ -85,13 +90,13 @@ class LayeredBackend:
 
     def write(self, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta)->None:
         "Write the step's keys and values, [T, K, D], into their slots"
-        group, i = self.shape.places[layer]
+        group, i = self.places[layer]
         self.parts[group].write(i, k, v, meta.scratch[group])
 
     def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
                window:int|None=None, softcap:float|None=None, **more:Any)->torch.Tensor:
         "Attention of a packed step over the blocks of the layer, or of the one that it shares with"
-        group, i = self.shape.places[layer]
+        group, i = self.places[layer]
         return self.parts[group].attend(i, q, meta.scratch[group], scaling, window, softcap, **more)
 
 # %% ../nbs/20_other_attention.ipynb #d315489e

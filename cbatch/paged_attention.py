@@ -351,11 +351,11 @@ class Backend(Protocol):
 class StepHolder:
     "Where the layers of a twin look for the step that they are in"
     meta:AttnMeta|None = None
-    positions:torch.Tensor|None = None   # [T]
+    positions:Any = None                 # [T]
 
 class Seat(NamedTuple):
     "What an attention module of a twin knows"
-    index:int          # of the layer
+    number:int         # of the layer
     layer:AttnLayer
     step:StepHolder
 

@@ -103,6 +103,7 @@ def keep_latents(
     twin:PreTrainedModel, # changed
 ):
     "Let modules that could expand a latent into keys and values hand on the latent"
+    m:Any
     for m in twin.modules():
         if all(hasattr(m, x) for x in ('expand_kv', 'kv_b_proj', 'qk_nope_head_dim')):
             m.expand_kv = lambda kv, turned: (torch.cat([kv, turned], -1), kv)
@@ -155,8 +156,9 @@ def _layer(module:Any, query, key, value, mask, window:int|None, softcap:float|N
     if why := _misfit(query, key, value): raise CannotServe(why)
     window, chunk = _reach(mask, window)
     shares = next((i for i, k in enumerate(asked.keys) if k is key), None)
-    return AttnLayer(query.shape[1], *key.shape[1::2], window, softcap, None if value.shape[-1] == key.shape[-1]
-        else value.shape[-1], sinks is not None, chunk, shares, latent, by_row, module.cbatch_name)
+    num, width = value.shape[1], value.shape[-1]
+    return AttnLayer(query.shape[1], num, key.shape[-1], window, softcap, None if width == key.shape[-1] else width,
+                     sinks is not None, chunk, shares, latent, by_row, module.cbatch_name)
 
 # %% ../nbs/04_probe.ipynb #2c287fb5
 def _silent_attention(
@@ -215,7 +217,7 @@ def probe(
     asked, twin = _Asked(rows(_POSITIONS)), with_attention(hf_model, 'cbatch_probe')
     states = keeping(hf_model) if states is None else states
     keep_latents(twin)
-    for name, m in twin.named_modules(): m.cbatch_name, m.cbatch_asked = name, asked   # type: ignore[assignment]
+    for name, m in twin.named_modules(): m.cbatch_name, m.cbatch_asked = name, asked
     for mixer in states: _silence(twin.get_submodule(mixer.name), mixer)
     # without numbers a mask must be given: to make one, transformers looks at the positions
     more = dict(attention_mask=torch.ones(1, len(_ROWS), device=device)) if device.type == 'meta' else {}

@@ -45,6 +45,8 @@ def _unfit(shape:KVShape)->str|None:
 # %% ../../kernels/08_triton_backend.ipynb #f608d6c9
 class TritonBackend(PagedKV):
     "KV in torch tensors; writes and attends by Triton kernels"
+    can = frozenset(('sinks',))    # of `KVShape.wants`
+
     @classmethod
     def fits(cls, shape:KVShape)->str|None:
         "Why the kernels can't keep such KV here, or None"
@@ -89,9 +91,8 @@ def attend(self:TritonBackend,
     if n: paged_decode(q[:n], k, v, tables[:n], lens[:n], scaling, dot=self.dots, out=out[:n], **kw)
     if len(tables) > n and self.dots:
         paged_prefill(q[n:], k, v, tables[n:], lens[n:], s['starts'], scaling, out=out[n:], **kw)
-    more = {} if sinks is None else dict(sinks=sinks)
     for rows, slots in s.get('prefill', ()):
-        out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap, **more)
+        out[rows] = attend_chunk(q[rows], partial(self.read, layer), slots, meta, scaling, window, softcap, sinks)
     return out
 
 # %% ../../kernels/08_triton_backend.ipynb #7df50e1c
