@@ -232,7 +232,11 @@ def mixers(
     if not hasattr(cache_utils.Cache, 'get_conv_state'):
         raise Unfit("it keeps a recurrent state, which this version of transformers hides")
     twin, found = with_attention(hf_model, 'sdpa'), list[Mixer]()
-    for name, (args, out) in _watched(twin).items():
+    try: calls = _watched(twin)
+    except Exception as e:
+        if next(twin.parameters()).is_meta: raise        # it may want numbers
+        raise Unfit(f"its layers ask more of a cache than states: {type(e).__name__}: {e}") from e
+    for name, (args, out) in calls.items():
         held = args['cache'].held()
         states = tuple(StateShape(k, i, tuple(x.shape[1:]), x.dtype) for (k, i), x in held.items())
         found.append(Mixer(name, states, isinstance(out, torch.Tensor)))
