@@ -8,7 +8,7 @@ __all__ = ['Place', 'LayeredShape', 'shape_for', 'groups_of', 'backend_names', '
 # %% ../nbs/20_other_attention.ipynb #b5293a50
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 import torch
 from fastcore.basics import patch
 from .backends import best_backend, get_backend, given_up
@@ -73,13 +73,14 @@ def slower_for(shape:KVShape)->str|None:
 class LayeredBackend:
     "Keeps layers that are not alike: a backend for each group, the best that can"
     def __init__(self, shape:LayeredShape, name:str='auto'):
-        self.shape, self.parts = shape, [get_backend(name, g) for g in shape.groups]
+        self.shape:LayeredShape = shape
+        self.parts:list[Any] = [get_backend(name, g) for g in shape.groups]
 
     def prepare(self, meta:AttnMeta)->None:
         "Let each part work out what it wants of the step"
-        meta.backend = self
+        meta.backend = cast(Backend, self)
         for i, part in enumerate(self.parts):
-            meta.scratch[i] = replace(meta, scratch={})
+            meta.scratch[i] = replace(meta, backend=part, scratch={})
             part.prepare(meta.scratch[i])
 
     def write(self, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta)->None:
@@ -124,4 +125,5 @@ def backend_for(
     shape:KVShape,
 )->Backend:
     "A backend for layers that are alike or not; a ValueError says why one can't"
-    return LayeredBackend(shape, name) if isinstance(shape, LayeredShape) else get_backend(name, shape)
+    if isinstance(shape, LayeredShape): return cast(Backend, LayeredBackend(shape, name))
+    return get_backend(name, shape)
