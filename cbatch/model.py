@@ -90,8 +90,8 @@ _GEMMA = dict(num_hidden_layers=6, layer_types=['sliding_attention', 'sliding_at
 _KINDS:dict[str, dict[str, Any]] = {
     **dict.fromkeys('deepseek_v3 minicpm3 youtu glm4_moe_lite axk1'.split(), _LATENT),
     'deepseek_v2': _LATENT | dict(q_lora_rank=None),
-    'longcat_flash': _LATENT | dict(zero_expert_num=2, num_layers=2, head_dim=8, ffn_hidden_size=96, expert_ffn_hidden_size=32,
-                                    moe_topk=2),
+    'longcat_flash': _LATENT | dict(zero_expert_num=2, num_layers=2, head_dim=8, ffn_hidden_size=96,
+                                    expert_ffn_hidden_size=32, moe_topk=2),
     'gemma4_text': _GEMMA | dict(global_head_dim=32, num_global_key_value_heads=1),
     'gemma3n_text': _GEMMA | dict(laurel_rank=8, activation_sparsity_pattern=[0.] * 6, altup_num_inputs=2),
     'mimo_v2_flash': dict(v_head_dim=8, swa_head_dim=16, swa_v_head_dim=8, swa_num_attention_heads=4,

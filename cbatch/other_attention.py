@@ -8,7 +8,7 @@ __all__ = ['Place', 'LayeredShape', 'shape_for', 'groups_of', 'backend_names', '
 # %% ../nbs/20_other_attention.ipynb #b5293a50
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 import torch
 from fastcore.basics import patch
 from .backends import best_backend, get_backend, given_up
@@ -73,30 +73,26 @@ def slower_for(shape:KVShape)->str|None:
 # %% ../nbs/20_other_attention.ipynb #39affc55
 class LayeredBackend:
     "Keeps layers that are not alike: a backend for each group, the best that can"
-    @classmethod
-    def fits(cls, shape:KVShape)->str|None: return None     # each part says it of its own group
-
-    def __init__(self, shape:Any, name:str='auto'):
-        self.shape:KVShape = shape
+    def __init__(self, shape:LayeredShape, name:str='auto'):
+        self.shape:LayeredShape = shape
         self.parts:list[Any] = [get_backend(name, g) for g in shape.groups]
-        self.places = shape.places
 
     def prepare(self, meta:AttnMeta)->None:
         "Let each part work out what it wants of the step"
-        meta.backend = self
+        meta.backend = cast(Backend, self)
         for i, part in enumerate(self.parts):
-            meta.scratch[i] = replace(meta, scratch={})
+            meta.scratch[i] = replace(meta, backend=part, scratch={})
             part.prepare(meta.scratch[i])
 
     def write(self, layer:int, k:torch.Tensor, v:torch.Tensor, meta:AttnMeta)->None:
         "Write the step's keys and values, [T, K, D], into their slots"
-        group, i = self.places[layer]
+        group, i = self.shape.places[layer]
         self.parts[group].write(i, k, v, meta.scratch[group])
 
     def attend(self, layer:int, q:torch.Tensor, meta:AttnMeta, scaling:float,
                window:int|None=None, softcap:float|None=None, **more:Any)->torch.Tensor:
         "Attention of a packed step over the blocks of the layer, or of the one that it shares with"
-        group, i = self.places[layer]
+        group, i = self.shape.places[layer]
         return self.parts[group].attend(i, q, meta.scratch[group], scaling, window, softcap, **more)
 
 # %% ../nbs/20_other_attention.ipynb #d315489e
@@ -130,4 +126,5 @@ def backend_for(
     shape:KVShape,
 )->Backend:
     "A backend for layers that are alike or not; a ValueError says why one can't"
-    return LayeredBackend(shape, name) if isinstance(shape, LayeredShape) else get_backend(name, shape)
+    if isinstance(shape, LayeredShape): return cast(Backend, LayeredBackend(shape, name))
+    return get_backend(name, shape)

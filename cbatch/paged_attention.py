@@ -98,8 +98,7 @@ class KVShape:
     @property
     def wants(self)->frozenset[str]:
         "What not every backend can"
-        narrow = not self.latent and self.value_dim not in (None, self.head_dim)
-        all = dict(sinks=self.sinks, chunks=self.chunk, latents=self.latent, values=narrow)
+        all = dict(sinks=self.sinks, chunks=self.chunk, latents=self.latent, values=self.value_dim and not self.latent)
         return frozenset(k for k, on in all.items() if on)
     @property
     def token_bytes(self)->int:
@@ -122,9 +121,8 @@ class PagedKV:
 
     def __init__(self, shape:KVShape):
         if why := self.fits(shape): raise ValueError(why)
-        each = shape.block_size, shape.num_kv_heads
-        value = None if shape.latent else (*each, shape.value_dim or shape.head_dim)
-        self.make(shape, (*each, shape.head_dim), value, each)
+        each, V = (shape.block_size, shape.num_kv_heads), shape.value_dim or shape.head_dim
+        self.make(shape, (*each, shape.head_dim), None if shape.latent else (*each, V), each)
 
     def make(self, shape:KVShape, key:tuple[int, ...], value:tuple[int, ...]|None, scale:tuple[int, ...]):
         "Make the pool of all layers, from the sizes of what a block holds"
@@ -178,9 +176,9 @@ def read(self:PagedKV,
 )->list[torch.Tensor]:  # keys and values, [.., K, D]
     "What was written into some slots, in the model's dtype"
     at = lambda x: x[layer].flatten(0, 1)[slots]
-    pools = ((self.k, self.k_scales), (self.v, self.v_scales))
-    found = [from_codes(at(x), at(s), self.shape.dtype) if s else at(x) for x, s in pools if x]
-    return found if len(found) == 2 else [found[0], found[0][..., :self.shape.value_dim]]
+    find = lambda x, scales: from_codes(at(x), at(scales), self.shape.dtype) if scales else at(x)
+    k = find(self.k, self.k_scales)
+    return [k, find(self.v, self.v_scales) if self.v else k[..., :self.shape.value_dim]]
 
 # %% ../nbs/18_paged_attention.ipynb #3038a63b
 @patch
@@ -331,8 +329,7 @@ class TorchBackend(PagedKV):
 # %% ../nbs/18_paged_attention.ipynb #a967a441
 @runtime_checkable
 class Backend(Protocol):
-    """What a model's runner asks of a backend; if it can replay decode steps, `graphs(most, max_blocks)` besides;
-    if it says in `can` that it knows of them, `attend` is given `sinks` and `chunk` where a layer has some"""
+    "What a runner asks; `graphs` to replay decode steps, `can` for keywords beyond these, if a backend has them"
     shape:KVShape
     def __init__(self, shape:KVShape): ...                       # ValueError with the sentence of `fits`
     @classmethod
@@ -351,11 +348,11 @@ class Backend(Protocol):
 class StepHolder:
     "Where the layers of a twin look for the step that they are in"
     meta:AttnMeta|None = None
-    positions:Any = None                 # [T]
+    positions:Any = None   # a tensor, [T]
 
 class Seat(NamedTuple):
     "What an attention module of a twin knows"
-    number:int         # of the layer
+    num:int            # of the layer
     layer:AttnLayer
     step:StepHolder
 
@@ -366,7 +363,7 @@ def take_seats(
     "Tell each attention module of a twin who it is"
     keep_latents(twin)
     step = StepHolder()
-    for i, layer in enumerate(layers): twin.get_submodule(layer.name).cbatch_seat = Seat(i, layer, step)
+    for i, layer in enumerate(layers): vars(twin.get_submodule(layer.name))['cbatch_seat'] = Seat(i, layer, step)
     return step
 
 # %% ../nbs/18_paged_attention.ipynb #be6d0f52

@@ -106,7 +106,7 @@ def keep_latents(
     m:Any
     for m in twin.modules():
         if all(hasattr(m, x) for x in ('expand_kv', 'kv_b_proj', 'qk_nope_head_dim')):
-            m.expand_kv = lambda kv, turned: (torch.cat([kv, turned], -1), kv)
+            vars(m)['expand_kv'] = lambda kv, turned: (torch.cat([kv, turned], -1), kv)
 
 def _halves(module:Any)->tuple[torch.Tensor, ...]:
     "What makes a head's keys of a latent, and what makes its values, each [H, .., rank]"
@@ -156,9 +156,9 @@ def _layer(module:Any, query, key, value, mask, window:int|None, softcap:float|N
     if why := _misfit(query, key, value): raise CannotServe(why)
     window, chunk = _reach(mask, window)
     shares = next((i for i, k in enumerate(asked.keys) if k is key), None)
-    num, width = value.shape[1], value.shape[-1]
-    return AttnLayer(query.shape[1], num, key.shape[-1], window, softcap, None if width == key.shape[-1] else width,
-                     sinks is not None, chunk, shares, latent, by_row, module.cbatch_name)
+    (K, D), V = key.shape[1::2], value.shape[-1]
+    return AttnLayer(query.shape[1], K, D, window, softcap, None if V == D else V, sinks is not None, chunk, shares,
+                     latent, by_row, module.cbatch_name)
 
 # %% ../nbs/04_probe.ipynb #2c287fb5
 def _silent_attention(
@@ -217,7 +217,7 @@ def probe(
     asked, twin = _Asked(rows(_POSITIONS)), with_attention(hf_model, 'cbatch_probe')
     states = keeping(hf_model) if states is None else states
     keep_latents(twin)
-    for name, m in twin.named_modules(): m.cbatch_name, m.cbatch_asked = name, asked
+    for name, m in twin.named_modules(): vars(m).update(cbatch_name=name, cbatch_asked=asked)
     for mixer in states: _silence(twin.get_submodule(mixer.name), mixer)
     # without numbers a mask must be given: to make one, transformers looks at the positions
     more = dict(attention_mask=torch.ones(1, len(_ROWS), device=device)) if device.type == 'meta' else {}
@@ -230,10 +230,11 @@ def probe(
 
 def _run(twin:PreTrainedModel, **kwargs:Any)->Any:
     "Run it; one that never heard of the interface may fail in its own way"
+    cls = type(twin)
     try: return twin(**kwargs)
     except CannotServe: raise
     except Exception as e:
-        if twin._supports_attention_backend: raise
+        if cls._supports_attention_backend: raise
         raise CannotServe(_ELSEWHERE) from e
 
 # %% ../nbs/04_probe.ipynb #58824682

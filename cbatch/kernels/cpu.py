@@ -251,8 +251,7 @@ template <typename T, typename S, int R> void rows(const Step& s, const Piece& w
     const int64_t D = s.pool.dim, n = D / PER<T>, end = w.first + R / w.G - 1;
     const int64_t begin = s.window ? std::max<int64_t>(0, w.first - s.window) / KEYS * KEYS : 0;
     static thread_local std::vector<word> memory;
-    memory.assign(R * (n + D), 0);
-    word* q = memory.data(); float* acc = (float*)(q + R * n);
+    memory.assign(R * (n + D), 0); word* q = memory.data(); float* acc = (float*)(q + R * n);
     alignas(64) float p[R * KEYS], vs[KEYS]; alignas(64) T weights[R * KEYS];
     Sum sums[R];
     auto token = [&](int i) { return w.token + i / w.G; };
@@ -330,7 +329,6 @@ def ready(
 class CPUBackend(PagedKV):
     "Keeps keys in turned tiles of 16, bfloat16 in pairs; writes and attends in C++"
     can = frozenset(('sinks',))    # of `KVShape.wants`
-
     @classmethod
     def fits(cls, shape:KVShape)->str|None:
         "Why this kernel can't keep such KV here, or None; compiles it if need be"
@@ -385,8 +383,7 @@ def read(self:CPUBackend, layer:int, slots:torch.Tensor)->list[torch.Tensor]:
 def attend(self:CPUBackend,
     layer:int,
     q:torch.Tensor,       # [T, H, D], packed queries; their keys and values are written already
-    meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
-    sinks:torch.Tensor|None=None, # [H] float32
+    meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None, sinks:torch.Tensor|None=None,
 )->torch.Tensor:          # [T, H, D]
     "Attention of a packed step over this backend's blocks"
     q, s = _even(q), self.shape
