@@ -114,6 +114,12 @@ class Pending:
         assert self.result is not None
         return self.result
 
+def _lean(model:CausalLM, backend:Any, config:EngineConfig)->Any:
+    "The version of the model that was written for serving on a CPU, if there is one"
+    if not config.lean or config.compile: return None
+    from .kernels.lean import lean        # here: a machine with a GPU needs nothing of it
+    return lean(model, backend, config.products)
+
 # %% ../nbs/23_runner.ipynb #af7b0fb9
 class Executor:
     "Runs batches on one device; it has never heard of requests"
@@ -176,12 +182,6 @@ def stale(self:Executor)->bool:
 def forward_s(self:Executor)->dict[str, float]:
     "Seconds by part of the forward pass, over all steps, where the model counts them"
     return dict(self.lean.spent) if self.lean else {}
-
-def _lean(model:CausalLM, backend:Any, config:EngineConfig)->Any:
-    "The version of the model that was written for serving on a CPU, if there is one"
-    if not config.lean or config.compile: return None
-    from .kernels.lean import lean        # here: a machine with a GPU needs nothing of it
-    return lean(model, backend, config.products)
 
 # %% ../nbs/23_runner.ipynb #c6056efd
 @patch(as_prop=True)

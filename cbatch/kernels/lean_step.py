@@ -191,7 +191,7 @@ inline Step step_of(const LeanWeights& m, const LeanLayer& layer, const LeanStep
 }
 """
 
-# %% ../../kernels/05_lean_step.ipynb #e9b5a2aa
+# %% ../../kernels/05_lean_step.ipynb #e0a6cc31
 LEAN_CPP += r"""
 struct Laps {
     typedef std::chrono::steady_clock Clock;
@@ -202,6 +202,17 @@ struct Laps {
     }
 };
 
+// logits as they are saved: times as large, and bent below a cap
+inline V capped(V y, float times, float cap) {
+    y *= times;
+    if (!cap) return y;
+    const V e = exp2v((y > 0 ? y : -y) * (-2 * LOG2E / cap)), c = cap * (1.f - e) / (1.f + e);
+    return y < 0 ? -c : c;
+}
+"""
+
+# %% ../../kernels/05_lean_step.ipynb #e9b5a2aa
+LEAN_CPP += r"""
 // a product whose outputs are added to the residual, normed first where a layer says so
 template <typename T>
 void onto(const LeanWeights& m, const Matrix& matrix, const LeanStep& s, const Rows& room, const float* after,
@@ -234,14 +245,6 @@ void through_layer(const LeanWeights& m, const LeanLayer& layer, const LeanStep&
 
 # %% ../../kernels/05_lean_step.ipynb #59b977a4
 LEAN_CPP += r"""
-// logits as they are saved: times as large, and bent below a cap
-inline V capped(V y, float times, float cap) {
-    y *= times;
-    if (!cap) return y;
-    const V e = exp2v((y > 0 ? y : -y) * (-2 * LOG2E / cap)), c = cap * (1.f - e) / (1.f + e);
-    return y < 0 ? -c : c;
-}
-
 template <typename T> void run(const LeanWeights& m, const LeanStep& s) {
     const Items all = items(step_of(m, m.layers[0], s));
     Laps laps{s.spent};
