@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from fastcore.basics import patch
+from threading import local
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from .probe import AttnLayer, by_position, check_asked, from_latents, keep_latents, to_latents
 
@@ -344,9 +345,8 @@ class Backend(Protocol):
     def swap_in(self, pairs:list[tuple[int, int]])->None: ...
 
 # %% ../nbs/18_paged_attention.ipynb #0943c64b
-@dataclass
-class StepHolder:
-    "Where the layers of a twin look for the step that they are in"
+class StepHolder(local):
+    "Where the layers of a twin look for the step that they are in; each thread has one of its own under way"
     meta:AttnMeta|None = None
     positions:Any = None   # a tensor, [T]
 
