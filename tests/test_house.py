@@ -19,7 +19,7 @@ token_loop static_batching kv_blocks paged_attention
 kernels.kv_write kernels.paged_decode kernels.paged_prefill kernels.cpu
 kernels.coded_product kernels.lean_step kernels.lean kernels.coded_matmul
 kernels.triton_backend backends other_attention
-ragged_batch states runner roster scheduler preemption prefix_caching snapshots policies schemes queues catalog
+ragged_batch states runner roster scheduler preemption prefix_caching policies schemes queues catalog
 guesses draft_model
 state trace_format trace metrics views player reports door interrupts engine llm workloads traffic
 handover worker async_engine wire protocol answers openapi prometheus gate front server
@@ -341,7 +341,7 @@ def test_sidebar_names_every_notebook_once():
 
 def test_each_promise_names_tests_that_there_are():
     "Every line of a table has a promise, its end, and links to tests"
-    nb, files = ROOT/'nbs/79_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
+    nb, files = ROOT/'nbs/78_promises.ipynb', f"{cfg['git_url']}/blob/{cfg['branch']}/tests/"
     rows = [l for c in cells(nb, 'markdown') for l in c['source'].splitlines() if l.startswith('| ')]
     rows = [r.strip('| ').split(' | ') for r in rows if not r.startswith('| it promises')]
     assert len(rows) > 30 and all(len(r) == 3 and all(r) for r in rows)
