@@ -331,9 +331,10 @@ def describe(arch, schedules, deep):
     try: layers = lm.layers
     except CannotServe as e: return row | dict(refused=str(e).partition('because ')[2])
     except Exception as e: return row | dict(not_tried=f'asking the small one failed: {type(e).__name__}')
+    try: oracle(arch, (), 0)
+    except (RuntimeError, ValueError): return row | dict(not_tried="transformers itself can't run the small one")
     overs = variants(arch) if deep else [()]
-    try: runs = [(over, outcome(arch, over, schedules if not over else 3)) for over in overs]
-    except RuntimeError: return row | dict(not_tried='the small one fails under its own attention')
+    runs = [(over, outcome(arch, over, schedules if not over else 3)) for over in overs]
     windows, caps = sorted({l.window for l in layers if l.window}), sorted({l.softcap for l in layers if l.softcap})
     row |= dict(cls=type(lm.hf_model).__name__, params=sum(p.numel() for p in lm.hf_model.parameters()),
                 windows=windows, softcaps=caps)

@@ -80,10 +80,8 @@ def attend(self:TritonBackend,
     q:torch.Tensor,                 # [T, H, D], packed queries; their keys and values are written already
     meta:AttnMeta, scaling:float, window:int|None=None, softcap:float|None=None,
     sinks:torch.Tensor|None=None,   # [H] float32: a score of each head that has no value
-    chunk:int|None=None,            # None: the kernels know no chunks
 )->torch.Tensor:                    # [T, H, D]
     "Attention of a packed step over this backend's blocks"
-    if chunk is not None: raise ValueError(f"chunk={chunk}: the kernels see all keys or a window, use backend='torch'")
     s, k, v = meta.scratch, self.k[layer], self.v[layer]
     out, n = torch.empty_like(q, memory_format=torch.contiguous_format), s['n']
     tables, lens = s['tables'], s['lens']
