@@ -292,7 +292,7 @@ class EngineConfig:
     kv_dtype:str = 'auto'             # of keys and values: int8, codes with a scale for each; auto: the model's dtype
     backend:str = 'auto'              # attention: torch, cpu, triton; auto: what suits the device
     cuda_graphs:bool = True           # with Triton on a GPU: replay decode steps instead of launching them
-    lean:bool = True                  # on a CPU: run Llama, Qwen, Gemma, Phi and their like by a version written for serving
+    lean:bool = True                  # on a CPU: run Llama and its like by a version written for serving
     products:str = 'auto'             # its weight products: panels (own C++), onednn; auto: what suits the processor
     compile:bool = False              # torch.compile the model; the first steps then take minutes
     warmup:bool = False               # get ready (graphs, compilation) before the first request, not while it waits

@@ -133,7 +133,8 @@ def test_the_pool_is_what_is_left_of_the_card(monkeypatch):
     lm = tiny_lm('llama')
     class OnCard:                                    # the tiny model, as if it lay on a card
         device, config, layers, dtype, vocab_size, head_dim, max_len, num_layers, num_kv_heads, state_bytes = (
-            'cuda', lm.config, lm.layers, lm.dtype, lm.vocab_size, lm.head_dim, 10**9, lm.num_layers, lm.num_kv_heads, 0)
+            'cuda', lm.config, lm.layers, lm.dtype, lm.vocab_size, lm.head_dim, 10**9,
+            lm.num_layers, lm.num_kv_heads, 0)
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (12e9, 16e9))
     cfg = EngineConfig(gpu_memory_utilization=.5, max_num_batched_tokens=1000, max_num_seqs=10**5)
     room = .5 * 16e9 - 4e9 - step_bytes(OnCard, cfg)

@@ -268,7 +268,7 @@ def layer(self:Laid, l:Any, asked:AttnLayer, pool:Struct, turn:int)->Struct:
 
 # %% ../../kernels/06_lean_model.ipynb #2fa13fdb
 class LeanModel:
-    "A model of the Llama shape over a `CPUBackend`: packed tokens in, logits out"
+    "A model of Llama and its like over a `CPUBackend`: packed tokens in, logits out"
     def __init__(self,
         model:CausalLM, backend:CPUBackend,
         products:str='auto', # who multiplies: panels (our loop), onednn (torch's library), auto: see `takes_onednn`
