@@ -93,6 +93,27 @@ def beside_llama_cpp(model, a:argparse.Namespace, clock)->dict[int, dict[str, fl
                 best[n][way] = max(best[n].get(way, 0.), n * a.answer / who[way](work, prompts, n))
     return best
 
+def long_contexts(model, a:argparse.Namespace, clock)->dict[str, dict[str, float]]:
+    "Median ms of a step and of its attention, with keys and values of 16 bits and of 8"
+    rng, out = random.Random(a.seed), {}
+    for n, context in a.contexts:
+        asks = [[rng.randrange(100, 40_000) for _ in range(context)] for _ in range(n)]
+        sizes = dict(max_num_seqs=n, max_model_len=context + a.steps + 8, prefix_caching=False)
+        llms, took = {way: LLM(model, kv_dtype=way, **sizes) for way in ('auto', 'int8')}, {}
+        for llm in llms.values():
+            for p in asks: llm.add(p, SamplingParams(temperature=0, max_tokens=a.steps + 8, ignore_eos=True))
+            while llm.metrics['num_sampled_tokens'] < 2 * n: llm.step()
+        for _ in range(a.steps):
+            for way, llm in llms.items():
+                start, before = clock(), llm.runner.executor.forward_s['attention']
+                llm.step()
+                took.setdefault((way, 'step'), []).append(1000 * (clock() - start))
+                took.setdefault((way, 'attention'), []).append(
+                    1000 * (llm.runner.executor.forward_s['attention'] - before))
+        for llm in llms.values(): llm.close()
+        out[f'{n} x {context}'] = {f'{what}, {way}': median(ts) for (way, what), ts in took.items()}
+    return out
+
 def log_probs(llm:LLM, ids:list[int])->torch.Tensor: # [T, V]
     "Of every token of a text, in one step"
     r, size, e = Request('text', ids, SamplingParams(), 1), llm.config.block_size, llm.runner.executor
@@ -106,12 +127,12 @@ def accuracy(models:dict, num_tokens:int)->dict[str, dict[str, float]]:
     exact = load_model('smollm2', 'float32')
     files = [HERE.parent/f for f in ('LICENSE', 'README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'Makefile', 'setup.py')]
     texts = [exact.tokenizer(f.read_text()[:8000])['input_ids'][:num_tokens] for f in files]
-    def scores(m):
-        with LLM(m, num_blocks=64) as llm: return [log_probs(llm, t) for t in texts]
+    def scores(m, **kw):
+        with LLM(m, num_blocks=64, **kw) as llm: return [log_probs(llm, t) for t in texts]
     def nll(ls): return sum(F.nll_loss(l[:-1], torch.tensor(t[1:]), reduction='sum').item() for l, t in zip(ls, texts))
     base, n, out = scores(exact), sum(map(len, texts)), {}
-    for way, m in models.items():
-        ls = scores(m)
+    for way, m in [*models.items(), ('int8 KV', models['bfloat16'])]:
+        ls = scores(m, kv_dtype='int8' if way == 'int8 KV' else 'auto')
         kl = sum((b.exp() * (b - l)).sum().item() for b, l in zip(base, ls)) / n
         same = sum((b.argmax(-1) == l.argmax(-1)).sum().item() for b, l in zip(base, ls)) / n
         out[way] = dict(nll_more=(nll(ls) - nll(base)) / (n - len(texts)), kl=kl, same_top=same, tokens=n)
@@ -128,19 +149,25 @@ def main():
     a = p.parse_args()
     if a.cpu and a.threads != 1: p.error('--cpu counts one thread: --threads 1')
     if a.quick: a.rows, a.answers, a.answer, a.steps, a.rounds, a.tokens = [1, 4], [1, 4], 8, 3, 0, 64
+    a.contexts = [(2, 64), (1, 200)] if a.quick else [(32, 1024), (1, 8000)]
     torch.set_num_threads(a.threads)
     clock, models = time.thread_time if a.cpu else time.perf_counter, {w: made(w) for w in WAYS}
     ways = {w: dict(weights_mb=weight_bytes(m) / 1e6) | loading(w) for w, m in models.items()}
-    for w, d in accuracy(models, a.tokens).items(): ways[w] |= d
-    for w, d in ways.items(): print(w, {k: round(x, 4) for k, x in d.items()}, flush=True)
+    far = accuracy(models, a.tokens)
+    small = far.pop('int8 KV')
+    for w, d in far.items(): ways[w] |= d
+    for w, d in [*ways.items(), ('int8 KV', small)]: print(w, {k: round(x, 4) for k, x in d.items()}, flush=True)
     steps = {n: decode(models, n, a, clock) for n in a.rows}
     for n, d in steps.items(): print(f'{n} requests:', {w: f'{x:.1f} ms' for w, x in d.items()}, flush=True)
     speed = throughput(models, a, clock) if a.rounds else {}
     print('W64:', {w: f'{x:.0f} tokens/s' for w, x in speed.items()})
+    long = long_contexts(models['bfloat16'], a, clock)
+    for n, d in long.items(): print(n, {w: f'{x:.2f} ms' for w, x in d.items()}, flush=True)
     peer = beside_llama_cpp(models['kept'], a, clock) if find_spec('llama_cpp') else {}
     for n, d in peer.items(): print(f'{n} answers:', {w: f'{x:.0f} tokens/s' for w, x in d.items()}, flush=True)
     told = dict(llama_cpp=version('llama-cpp-python'), llama_cpp_tokens_per_s=peer) if peer else {}
     facts = told | dict(model='smollm2', dtype='bfloat16', ways=ways, step_ms=steps, w64=speed)
+    facts |= dict(kv_ms=long, int8_kv=small)
     write_record(None if a.quick else OUT, **vars(a), **facts)
 
 if __name__ == '__main__': main()
