@@ -26,7 +26,7 @@ from .guesses import Guesses, get_guesses
 from .preemption import get_preemptor
 from .prefix_caching import PrefixBlocks
 from .reports import Answer, Draft, Outbox
-from .runner import Executor, ModelRunner, Sampler, host_blocks, pool_blocks
+from .runner import Executor, ModelRunner, Sampler, host_blocks, host_slots, pool_blocks
 from .sampling import uniform
 from .scheduler import STUCK, Scheduler
 from .trace import Trace
@@ -98,7 +98,8 @@ def _trace(self:Engine)->Trace:
 def _scheduler(self:Engine, policy, guesses:Guesses|None)->Scheduler:
     c, slots = self.config, self.config.max_num_seqs if getattr(self.model, 'mixers', None) else 0
     blocks = PrefixBlocks(self.num_blocks, c.block_size, c.prefix_caching, slots)
-    return Scheduler(c, blocks, policy, get_preemptor(c, self.num_host_blocks, slots), guesses)
+    preemptor = get_preemptor(c, self.num_host_blocks, slots and host_slots(self.model, c))
+    return Scheduler(c, blocks, policy, preemptor, guesses)
 
 # %% ../nbs/43_engine.ipynb #98942c0e
 @patch

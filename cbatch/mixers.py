@@ -185,6 +185,7 @@ def resuming(
     module:torch.nn.Module, # a mixer
 )->Callable[..., Any]:      # takes what its `forward` takes, by name
     "The mixer's forward pass, which goes on from the states in its cache"
+    if 'forward' in vars(module): raise Unfit(f"{type(module).__name__} was given another forward pass")
     cls, scan = type(module), vars(sys.modules[type(module).__module__]).get(_SCAN)
     if scan is None: return partial(cls.forward, module)
     raw, before = inspect.unwrap(cls.forward), list[torch.Tensor|None]()
@@ -235,7 +236,7 @@ def mixers(
     try: calls = _watched(twin)
     except Exception as e:
         if next(twin.parameters()).is_meta: raise        # it may want numbers
-        raise Unfit(f"its layers ask more of a cache than states: {type(e).__name__}: {e}") from e
+        raise Unfit(f"asking its layers for their states failed: {type(e).__name__}: {e}") from e
     for name, (args, out) in calls.items():
         held = args['cache'].held()
         states = tuple(StateShape(k, i, tuple(x.shape[1:]), x.dtype) for (k, i), x in held.items())

@@ -38,7 +38,7 @@ def shape_for(
     pool:KVShape, # of which number and size of blocks, dtype and device count
 )->KVShape: # a `LayeredShape` if its layers are not alike
     "The KV that some layers want"
-    if not layers: return replace(pool, num_layers=0, num_kv_heads=1, head_dim=1)
+    if not layers: return replace(pool, num_layers=0, num_kv_heads=1, head_dim=16)   # nobody attends
     owners = [i if l.shares is None else l.shares for i, l in enumerate(layers)]
     def wanted(owner:int)->KVShape:
         l, readers = layers[owner], [l for l, o in zip(layers, owners) if o == owner]

@@ -44,6 +44,7 @@ def blocks_to_come(
     r:Request,
 )->int:          # blocks
     "What the longest answer of `r` may need beyond the tokens that it has"
+    if s.config.reserve_max: return 0       # whoever joins takes all of it at once
     return s.blocks.blocks_short(r, len(r.prompt_ids) + r.max_tokens) - s.blocks.blocks_short(r, r.num_tokens)
 
 class MaxUtilization(Whole):

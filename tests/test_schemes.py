@@ -3,8 +3,10 @@
 What a scheme is good at is tested where it should be, and where it should not."""
 import random
 import pytest
-from cbatch import CapacityError
+from cbatch import LLM, CapacityError
+from cbatch.catalog import POLICIES
 from cbatch.core import Plan, Request, Scheduled, Status, StepOutput
+from cbatch.model import tiny_lm
 from cbatch.params import EngineConfig, ParamError, SamplingParams, cdiv
 from cbatch.preemption import Preempt, VICTIMS
 from cbatch.prefix_caching import PrefixBlocks
@@ -470,3 +472,10 @@ def test_sglang_ranks_anew_when_guesses_fill_a_block():
         plan = Plan(1, 1., scheduled=[Scheduled(r, 5, 6, draft, 1 + len(draft))])
         s.policy.on_update(s, plan, StepOutput({'a': [7] * len(draft)}))
         assert s.policy.stale == stale, draft
+
+@pytest.mark.parametrize('policy', sorted(POLICIES))
+def test_who_fits_alone_joins_also_with_the_worst_case_reserved(policy):
+    "What is taken at once is not asked for a second time"
+    with LLM(tiny_lm('llama'), block_size=16, num_blocks=4, policy=policy, reserve_max=True) as llm:
+        out = llm.generate([list(range(45))], max_tokens=10, temperature=0, ignore_eos=True, use_tqdm=False)[0]
+    assert len(out.outputs[0].token_ids) == 10

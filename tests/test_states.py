@@ -277,3 +277,23 @@ def test_told():
     assert 'states of 32 requests, 0.02 MB each' in repr(llm) and 'states' in llm.runner.path
     assert 'state per request' in model('qwen3_next')._repr_html_() and 'state per' not in tiny_lm()._repr_html_()
     assert not mixers(tiny_lm('llama').hf_model) and LLM(tiny_lm()).runner.states is None
+
+def test_states_in_the_host_stay_below_swap_mb():
+    "Half of it is theirs; whoever finds no slot there is computed again"
+    lm = model('mamba')
+    how = dict(num_blocks=60, block_size=4, force_preempt=2, check=True)
+    with LLM(lm, preemption='swap', swap_mb=.2, max_num_seqs=200, **how) as llm:
+        held = sum(x.nbytes for pool in llm.runner.states.host.values() for x in pool.values())
+        slots = llm.scheduler.preemptor.slots.num_free_blocks
+        assert 1 <= slots < 200 and held == (slots + 1) * lm.state_bytes and slots * lm.state_bytes <= 1e5
+        outs = llm.generate([prompts()[3]] * 12, greedy(LONGEST), use_tqdm=False)
+    assert {tuple(o.outputs[0].token_ids) for o in outs} == {tuple(oracle('mamba', 3))}
+
+def test_another_forward_pass_is_not_passed_over():
+    "Put into a mixer before or after the model was asked"
+    asked, fresh = tiny_lm('lfm2'), tiny_lm('lfm2')
+    LLM(asked, num_blocks=9).close()
+    for lm in asked, fresh:
+        conv = next(m for m in lm.hf_model.modules() if type(m).__name__.endswith('ShortConv'))
+        conv.forward = lambda *args, usual=conv.forward, **kwargs: usual(*args, **kwargs) * .5
+        with pytest.raises(ValueError, match='another forward pass'): LLM(lm, num_blocks=9)
