@@ -9,7 +9,7 @@ import cbatch.loading as loading
 from cbatch import LLM, SamplingParams
 from cbatch.loading import ModelNotFound, cache_dir, load_model, smollm2_gguf
 from cbatch.model import byte_tokenizer, tiny_lm
-from cbatch.probe import refuse
+from cbatch.probe import refuse, rehearse
 from cbatch.twin import with_attention
 from cbatch.params import ParamError
 
@@ -200,14 +200,20 @@ def test_no_foreign_code_and_no_pickles(tmp_path):
 # ---- refusals
 
 @pytest.mark.parametrize('arch,why', [
-    ('bloom', 'attention interface'), ('falcon', 'attention interface'), ('mpt', 'attention interface'),
     ('t5', 'encoder-decoder'), ('bart', 'encoder-decoder'), ('nemotron_h', 'time steps'),
-    ('vit', 'no causal language model'), ('llama4_text', 'chunked_attention')])
+    ('vit', 'no causal language model'), ('deepseek_v32', 'indexed_attention')])
 def test_refused_by_configuration(tmp_path, arch, why):
     config = AutoConfig.for_model(arch)
     with pytest.raises(ValueError, match=f'^{arch}: .*{why}'): refuse(config)
     config.save_pretrained(tmp_path)  # no weights there: it never gets so far
     with pytest.raises(ValueError, match=why): load_model(tmp_path)
+
+@pytest.mark.parametrize('arch', ['bloom', 'falcon', 'mpt'])
+def test_refused_by_a_rehearsal(tmp_path, arch):
+    "Nothing in a configuration says that a model attends by itself; asked without weights, it shows"
+    config = AutoConfig.for_model(arch)
+    for ask in rehearse, lambda c: (c.save_pretrained(tmp_path), load_model(tmp_path)):
+        with pytest.raises(ValueError, match=f'^{arch}: .*attention interface'): ask(config)
 
 @pytest.mark.parametrize('arch', ['qwen2', 'qwen3', 'mistral', 'gemma2', 'gemma3_text', 'phi', 'phi3', 'olmo2',
                                   'smollm3',

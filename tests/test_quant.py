@@ -379,12 +379,12 @@ def test_smollm2_is_kept_unless_you_say_otherwise(kept, tmp_path, monkeypatch):
         assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) and ' Paris' in a.text
 
 @pytest.mark.parametrize('arch,name,kept', [('llama', 'ct 4, channels', True), ('llama', 'awq', False),
-                                            ('gemma2', 'ct 4, channels', False)])
+                                            ('gemma2', 'ct 4, channels', True), ('cohere', 'ct 4, channels', False)])
 def test_auto_looks_at_groups_and_shape(arch, name, kept, tmp_path):
     folder(tmp_path, *FOLDERS[name], arch)
     with in_cpp() as there:
         if not there: pytest.skip('no C++ compiler')
-        assert bool(is_kept(tmp_path)) == kept and (arch != 'llama' or is_kept(tmp_path, weights='kept'))
+        assert bool(is_kept(tmp_path)) == kept and (arch == 'cohere' or is_kept(tmp_path, weights='kept'))
 
 def test_auto_leaves_your_model_as_it_is(tiny):
     coded = quantise(tiny)
