@@ -126,7 +126,7 @@ def _through_floats(x:torch.Tensor, c:Codes, bias:torch.Tensor|None)->torch.Tens
 
 def _config(num_rows:int, dot:bool)->tuple[int, int, int, int]:
     "Rows, outputs and bytes of a tile, stages"
-    return (16, 32, 64, 2) if dot else (min(4, triton.next_power_of_2(num_rows)), 16, 128, 2)
+    return (16, 32, 64, 2 if arch() == 100 else 3) if dot else (min(4, triton.next_power_of_2(num_rows)), 16, 128, 2)
 
 # %% ../../kernels/07_coded_matmul.ipynb #3bd93608
 def _check(x:torch.Tensor, c:Codes, bias:torch.Tensor|None):
